@@ -1,0 +1,1 @@
+"""kvpolicy: the policy engine for KV-cache layout and offload in LLM serving."""
