@@ -1,0 +1,81 @@
+# One virtual environment, one wheel. Everything below runs against the installed wheel, not src/.
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --require-virtualenv --disable-pip-version-check -qq
+
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+WHEEL := dist/kvpolicy-$(VERSION)-py3-none-any.whl
+# Folders too: removing a file changes only its folder's time.
+SOURCES := $(shell find src -name __pycache__ -prune -o -print)
+
+DEPS := $(VENV)/.deps
+INSTALLED := $(VENV)/.installed
+MODEL := tests/models/qwen3-30b-a3b.json
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint format types docs wheel clean
+
+help:  ## show this list
+	@echo "make TARGET [PYTHON=python3] [PYTEST_ARGS=...]"
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-10s %s\n", $$1, $$2}'
+
+demo: $(INSTALLED)  ## explain and round-trip a real model's KV cache
+	$(BIN)/kvpolicy explain $(MODEL) --tp 2
+	$(BIN)/kvpolicy explain $(MODEL) --tp 2 --canonical
+	$(BIN)/kvpolicy roundtrip $(MODEL) --tp 2 --load-tp 4 --canonical --blocks 64
+
+test: $(INSTALLED)  ## run the test suite; PYTEST_ARGS="-k name -x" narrows it
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(DEPS)  ## check style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(DEPS)  ## mend what lint can mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(DEPS)  ## check types, strictly
+	$(BIN)/mypy $(wildcard src/kvpolicy tests/typing)
+
+docs: $(DEPS)  ## build the documentation into site/
+	$(BIN)/mkdocs build --strict --quiet
+
+wheel: $(WHEEL)  ## build the wheel into dist/
+
+clean:  ## remove everything that make made, the virtual environment too
+	rm -rf $(VENV) dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { echo "kvpolicy needs Python 3.11 or newer; no '$(PYTHON)' found, so name one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("kvpolicy needs Python 3.11 or newer; $(PYTHON) is " + sys.version.split()[0] + ", so name another: make PYTHON=python3.12")'
+	$(PYTHON) -m venv --clear $(VENV) || { rm -rf $(VENV); exit 1; }
+
+# The build backend first, so that no build needs a network or an environment of its own. An
+# install that was cut short leaves .partial (the make that ran it, by process id) and half-written
+# packages that pip cannot mend, so the next one starts over.
+$(DEPS): pyproject.toml constraints.txt $(BIN)/python
+	@echo "Installing the dependencies into $(VENV) (torch makes the first time long)"
+	@if [ ! -e $(VENV)/.partial ]; then :; \
+	elif kill -0 "$$(cat $(VENV)/.partial)" 2>/dev/null; then \
+	  echo "make (process $$(cat $(VENV)/.partial)) is installing into $(VENV): wait for it, or run make clean" >&2; exit 1; \
+	else $(PYTHON) -m venv --clear $(VENV); fi
+	@echo $$PPID > $(VENV)/.partial
+	$(PIP) install -c constraints.txt hatchling
+	$(PIP) install -c constraints.txt --no-build-isolation '.[testing,dev,docs]'
+	@mv $(VENV)/.partial $@
+
+$(WHEEL): $(SOURCES) pyproject.toml README.md LICENSE $(DEPS)
+	@rm -f dist/kvpolicy-*.whl
+	$(PIP) wheel --no-build-isolation --no-deps --no-index -w dist .
+	@touch $@
+
+$(INSTALLED): $(WHEEL) $(DEPS)
+	$(PIP) install --force-reinstall --no-deps --no-index $(WHEEL)
+	@touch $@

@@ -1,0 +1,145 @@
+"""Two identities: ``format_id`` names stored bytes, ``fingerprint`` what peers of one engine share.
+
+Both are SHA-256 digests of canonical JSON, so that they are the same in every process, hash seed
+and role.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import attrs
+
+from kvpolicy.context import PolicyContext
+from kvpolicy.decision import LayoutDecision
+from kvpolicy.geometry import AttentionSpec, LatentSpec, LayerSpec
+from kvpolicy.grid import ParallelGrid
+from kvpolicy.records import GroupRecord
+
+FORMAT_VERSION = 1
+_DIGEST_CHARS = 32
+_DIFFERENCES_SHOWN = 8
+
+
+def digest(value: object) -> str:
+    """The first 128 bits of the SHA-256 of a JSON value, in hex."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_CHARS]
+
+
+@attrs.frozen(kw_only=True)
+class GroupFormat:
+    """What names the stored bytes of one group.
+
+    Attributes:
+        fields: everything that the bytes depend on, as JSON values.
+        format_id: their digest.
+    """
+
+    fields: Mapping[str, Any] = attrs.field(hash=False, repr=False)
+    format_id: str = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "format_id", digest(self.fields))
+
+    def differences(self, wanted: GroupFormat) -> tuple[str, ...]:
+        """What differs, field by field: "field: stored X, wanted Y"; empty if nothing does."""
+        found = list(_differences("", self.fields, wanted.fields))
+        if len(found) > _DIFFERENCES_SHOWN:
+            more = len(found) - _DIFFERENCES_SHOWN
+            found = [*found[:_DIFFERENCES_SHOWN], f"... and {more} more"]
+        return tuple(found)
+
+
+def _differences(where: str, stored: Any, wanted: Any) -> Iterable[str]:
+    if stored == wanted:
+        return
+    if isinstance(stored, Mapping) and isinstance(wanted, Mapping):
+        for key in sorted({*stored, *wanted}):
+            inner = f"{where}.{key}" if where else str(key)
+            yield from _differences(inner, stored.get(key), wanted.get(key))
+    elif isinstance(stored, list) and isinstance(wanted, list) and len(stored) == len(wanted):
+        for index, (one, other) in enumerate(zip(stored, wanted, strict=True)):
+            yield from _differences(f"{where}[{index}]", one, other)
+    elif isinstance(stored, list) and isinstance(wanted, list):
+        yield f"{where}: stored {len(stored)} of them, wanted {len(wanted)}"
+    else:
+        yield f"{where}: stored {stored!r}, wanted {wanted!r}"
+
+
+def _layer_fields(name: str, spec: LayerSpec) -> dict[str, Any]:
+    fields: dict[str, Any] = {"name": name, "kind": spec.kind}
+    if isinstance(spec, AttentionSpec):
+        sizes = ("kv_packing", "total_kv_heads", "head_size", "v_head_size", "itemsize")
+        return fields | {key: getattr(spec, key) for key in (*sizes, "scale_bytes")}
+    if isinstance(spec, LatentSpec):
+        return fields | {"row_bytes": spec.row_bytes}
+    return fields | {"state_bytes": spec.state_bytes}
+
+
+def _grid_fields(context: PolicyContext) -> dict[str, Any]:
+    grid: ParallelGrid = context.grid
+    return {
+        "tp": grid.tp,
+        "pp": grid.pp,
+        "dcp": grid.dcp,
+        "pcp": grid.pcp,
+        "cp_interleave": grid.cp_interleave if grid.cp > 1 else 1,
+        "stages": list(context.geometry.stages_for(grid.pp)),
+    }
+
+
+def group_format(
+    context: PolicyContext, decision: LayoutDecision, record: GroupRecord
+) -> GroupFormat:
+    """The format of a group's stored bytes; a portable one is free of topology and plugins."""
+    layers = context.geometry.layers
+    names = record.group.layer_names
+    fields: dict[str, Any] = {
+        "version": FORMAT_VERSION,
+        "form": "canonical" if record.canonical else "private",
+        "order": context.order.value,
+        "tokens": layers[names[0]].block_size * context.grid.cp,
+        "dtype": context.dtype,
+        "encoding": context.encoding,
+        "layers": [_layer_fields(name, layers[name]) for name in names],
+    }
+    if not record.portable:
+        fields |= {"layout": decision.layout.value, **_grid_fields(context)}
+    return GroupFormat(fields=fields)
+
+
+def format_id(formats: Mapping[str, GroupFormat]) -> str:
+    """The digest over all groups, in the model's order."""
+    return digest([one.format_id for one in formats.values()])
+
+
+def fingerprint(
+    context: PolicyContext,
+    decision: LayoutDecision,
+    formats: Mapping[str, GroupFormat],
+    plugins: Iterable[tuple[str, str, str, int]],
+) -> str:
+    """What every rank of one engine must agree on at start; never the rank.
+
+    Args:
+        context: the rank's context.
+        decision: what was decided.
+        formats: the groups' formats.
+        plugins: (name, distribution, version, priority) of every active plugin.
+    """
+    return digest(
+        {
+            "format_id": format_id(formats),
+            "decision": [
+                decision.cross_layer_blocks,
+                decision.layout.value,
+                decision.decided_by,
+            ],
+            "grid": _grid_fields(context),
+            "plugins": sorted(list(plugin) for plugin in plugins),
+        }
+    )
