@@ -1,1 +1,149 @@
-"""kvpolicy: the policy engine for KV-cache layout and offload in LLM serving."""
+"""kvpolicy: the policy engine for KV-cache layout and offload in LLM serving.
+
+Names that need torch are resolved when they are first used, so that ``import kvpolicy`` and
+``kvpolicy plugins`` do without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from kvpolicy.boxes import Box, Dim
+from kvpolicy.canonical import PageMapping
+from kvpolicy.certify import Certificate, certify
+from kvpolicy.context import BackendCapabilities, PolicyContext
+from kvpolicy.decision import CastVote, LayoutDecision, Vote
+from kvpolicy.errors import (
+    REFUSAL_CODES,
+    BlockIdError,
+    CertificationError,
+    ClosedError,
+    ConfigError,
+    DuplicatePluginError,
+    FormatMismatchError,
+    GeometryError,
+    KVPolicyError,
+    LayoutError,
+    NoTransferError,
+    OptionError,
+    PluginError,
+    PolicyConflictError,
+    PoolError,
+    Refusal,
+    RegistrationError,
+    UnknownJobError,
+    UnknownPluginError,
+)
+from kvpolicy.geometry import AttentionSpec, CacheGeometry, LatentSpec, LayerGroup, StateSpec
+from kvpolicy.grid import ParallelGrid, Rank
+from kvpolicy.hooks import hookimpl
+from kvpolicy.layout import KVCacheLayout
+from kvpolicy.pages import StridedPage
+from kvpolicy.plugins import PluginInfo, PluginSet, load_plugins, select
+
+if TYPE_CHECKING:
+    from kvpolicy.caches import KVCaches, LayerPages, SlabPlacement
+    from kvpolicy.connector import Connector
+    from kvpolicy.hostpool import HostPool
+    from kvpolicy.registration import Registration
+    from kvpolicy.transfer import (
+        PlannedCopy,
+        Span,
+        TransferHandle,
+        TransferJob,
+        TransferPart,
+        TransferPlan,
+        TransferResult,
+    )
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "Connector": "connector",
+    "HostPool": "hostpool",
+    "KVCaches": "caches",
+    "LayerPages": "caches",
+    "PlannedCopy": "transfer",
+    "Registration": "registration",
+    "SlabPlacement": "caches",
+    "Span": "transfer",
+    "TransferHandle": "transfer",
+    "TransferJob": "transfer",
+    "TransferPart": "transfer",
+    "TransferPlan": "transfer",
+    "TransferResult": "transfer",
+}
+
+__all__ = [
+    "REFUSAL_CODES",
+    "AttentionSpec",
+    "BackendCapabilities",
+    "BlockIdError",
+    "Box",
+    "CacheGeometry",
+    "CastVote",
+    "Certificate",
+    "CertificationError",
+    "ClosedError",
+    "ConfigError",
+    "Connector",
+    "Dim",
+    "DuplicatePluginError",
+    "FormatMismatchError",
+    "GeometryError",
+    "HostPool",
+    "KVCacheLayout",
+    "KVCaches",
+    "KVPolicyError",
+    "LatentSpec",
+    "LayerGroup",
+    "LayerPages",
+    "LayoutDecision",
+    "LayoutError",
+    "NoTransferError",
+    "OptionError",
+    "PageMapping",
+    "ParallelGrid",
+    "PlannedCopy",
+    "PluginError",
+    "PluginInfo",
+    "PluginSet",
+    "PolicyConflictError",
+    "PolicyContext",
+    "PoolError",
+    "Rank",
+    "Refusal",
+    "Registration",
+    "RegistrationError",
+    "SlabPlacement",
+    "Span",
+    "StateSpec",
+    "StridedPage",
+    "TransferHandle",
+    "TransferJob",
+    "TransferPart",
+    "TransferPlan",
+    "TransferResult",
+    "UnknownJobError",
+    "UnknownPluginError",
+    "Vote",
+    "__version__",
+    "certify",
+    "hookimpl",
+    "load_plugins",
+    "select",
+]
+
+
+def __getattr__(name: str) -> Any:
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

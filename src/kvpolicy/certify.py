@@ -28,7 +28,7 @@ class Certificate:
     grid: ParallelGrid
     layout: KVCacheLayout
     canonical_order: KVCacheLayout
-    mappings: tuple[PageMapping, ...] = attrs.field(repr=False)
+    mappings: tuple[PageMapping, ...] = attrs.field(repr=False, eq=False)
 
     @property
     def portable(self) -> bool:

@@ -7,7 +7,8 @@ order: the dense pages of that rank's layers, in the model's order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 
 import attrs
 
@@ -18,6 +19,7 @@ from kvpolicy.context import PolicyContext
 from kvpolicy.decision import LayoutDecision
 from kvpolicy.errors import Refusal
 from kvpolicy.geometry import LayerGroup
+from kvpolicy.grid import ParallelGrid
 from kvpolicy.pages import StridedPage, page_in_layout
 
 Proofs = Mapping[str, Certificate | Refusal]
@@ -50,6 +52,14 @@ class RecordPart:
 
 
 @attrs.frozen(kw_only=True)
+class Topology:
+    """The ranks of one engine and the layers of its stages."""
+
+    grid: ParallelGrid
+    stages: tuple[int, ...]
+
+
+@attrs.frozen(kw_only=True)
 class GroupRecord:
     """The record of one group of layers.
 
@@ -61,6 +71,8 @@ class GroupRecord:
         certificates: layer name -> its proof.
         offsets: where a layer's canonical page begins, by layer name; in a private record where
             a rank's dense page begins, by (world rank, layer name).
+        topology: the engine whose ranks store it.
+        stage_of: layer name -> the stage that holds it.
     """
 
     group: LayerGroup
@@ -69,6 +81,11 @@ class GroupRecord:
     record_bytes: int
     certificates: Mapping[str, Certificate] = attrs.field(repr=False)
     offsets: Mapping[str | tuple[int, str], int] = attrs.field(repr=False)
+    topology: Topology
+    stage_of: Mapping[str, int] = attrs.field(repr=False)
+    _elections: dict[tuple[int, int | None], frozenset[int]] = attrs.field(
+        factory=dict, init=False, repr=False, eq=False
+    )
 
     def part(self, rank: int, layer_name: str) -> RecordPart:
         """What a rank stores and loads of a layer that it holds."""
@@ -83,6 +100,47 @@ class GroupRecord:
         return RecordPart(
             box=Box(mapping.local_page_bytes, (), 0, at), num_writers=1, writer_index=0
         )
+
+    def _proofs(self, stage: int) -> set[Certificate]:
+        """The distinct certificates of a stage's layers; equal layers share one."""
+        return {c for name, c in self.certificates.items() if self.stage_of[name] == stage}
+
+    def writers(self, slot: int) -> frozenset[int]:
+        """The world ranks that write something of a slot's record."""
+        return self._elect(slot, None)
+
+    def sources(self, rank: int, slot: int) -> frozenset[int]:
+        """The world ranks that write what a rank reads of a slot's record."""
+        return self._elect(slot, rank)
+
+    def _elect(self, slot: int, reader: int | None) -> frozenset[int]:
+        # Elections repeat with the writers of the layers, of which there are few.
+        period = math.lcm(*(c.mappings[0].num_writers for c in set(self.certificates.values())))
+        key = (slot % period, reader)
+        if key not in self._elections:
+            self._elections[key] = frozenset(self._elected_for(*key))
+        return self._elections[key]
+
+    def _elected_for(self, slot: int, reader: int | None) -> Iterable[int]:
+        size = self.topology.grid.stage_size
+        if not self.canonical and reader is not None:
+            return [reader]
+        stages = set(self.stage_of.values()) if reader is None else {reader // size}
+        return {
+            rank
+            for stage in stages
+            for proof in self._proofs(stage)
+            for rank in range(stage * size, (stage + 1) * size)
+            if not self.canonical
+            or (
+                _elected(proof.mapping(rank), slot)
+                and (reader is None or proof.mapping(rank).box == proof.mapping(reader).box)
+            )
+        }
+
+
+def _elected(mapping: PageMapping, slot: int) -> bool:
+    return slot % mapping.num_writers == mapping.writer_index
 
 
 def group_records(
@@ -112,6 +170,10 @@ def group_records(
             record_bytes=at,
             certificates={name: certificates[name] for name in names},
             offsets=offsets,
+            topology=Topology(
+                grid=context.grid, stages=context.geometry.stages_for(context.grid.pp)
+            ),
+            stage_of={name: owners[name] for name in names},
         )
     return found
 

@@ -1,0 +1,406 @@
+"""The Connector: decides at start-up, registers tensors, stores and loads blocks, explains itself.
+
+Its life: made (decided and certified) -> registered -> closed. Every method may be called from
+any thread; a plugin's ``transfer`` runs in the submitter's thread, outside every lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from kvpolicy.caches import KVCaches
+from kvpolicy.context import PolicyContext
+from kvpolicy.decision import LayoutDecision
+from kvpolicy.errors import (
+    BlockIdError,
+    ClosedError,
+    NoTransferError,
+    OptionError,
+    close_names,
+)
+from kvpolicy.hostpool import HostPool, as_pool
+from kvpolicy.jobs import Jobs, PendingJob
+from kvpolicy.plugins import PluginSet, load_plugins, select
+from kvpolicy.plugins.loading import plugin_names
+from kvpolicy.records import GroupRecord
+from kvpolicy.registration import Registration
+from kvpolicy.startup import register_layers, start_up
+from kvpolicy.transfer import (
+    BlockIds,
+    Direction,
+    TransferHandle,
+    TransferJob,
+    TransferPlan,
+    TransferResult,
+    check_ids,
+    check_unique,
+    failed,
+    make_job,
+    plan_group,
+)
+
+
+class Connector:
+    """One rank's offload connector.
+
+    Args:
+        context: the model, the grid, the rank and the wishes.
+        plugins: None for what is installed (see `kvpolicy.plugins.select`), a `PluginSet`, a list
+            of installed names and objects, or a mapping of names to objects; a list or mapping
+            replaces every other choice of plugins, and the built-ins always take part.
+        strict: any plugin fault stops start-up.
+        priorities: plugin name -> priority, over options and environment.
+        host: a `HostPool` (several ranks may share one), a number of slots, or None, in which
+            case `store` and `load` refuse.
+
+    Raises:
+        PolicyConflictError: opposite votes at the deciding priority.
+        CertificationError: some layer cannot be certified; one reason for each.
+        PluginError, UnknownPluginError, OptionError: plugins that cannot be settled.
+        PoolError: rows shorter than this connector's records, or no memory for them.
+    """
+
+    def __init__(
+        self,
+        context: PolicyContext,
+        plugins: object = None,
+        *,
+        strict: bool = False,
+        priorities: Mapping[str, int] | None = None,
+        host: HostPool | int | None = None,
+    ) -> None:
+        if not isinstance(context, PolicyContext):
+            raise OptionError(f"a Connector takes a PolicyContext, not {type(context).__name__}")
+        if not isinstance(plugins, PluginSet):
+            selection = select(
+                context.options,
+                names=plugin_names(plugins),
+                priorities=priorities,
+                strict=strict or None,
+            )
+            plugins = load_plugins(selection, plugins)
+        self.context = context
+        self._started = start_up(context, plugins)
+        self._shared = isinstance(host, HostPool)
+        self._pool = as_pool(host)
+        if self._pool is not None:
+            self._pool.join(self._started.record_bytes, self._collect)
+        self._jobs = Jobs()
+        self._registration: Registration | None = None
+        self._plans: dict[str, tuple[TransferPlan, ...]] = {}
+        self._changed = threading.Condition()
+        self._submitting = 0
+        self._closing = False
+        self._released = False
+
+    def __repr__(self) -> str:
+        """Where it stands, for people."""
+        registered = "registered" if self._registration else "not registered"
+        state = "closed" if self._closing else registered
+        return (
+            f"<Connector rank {self.context.rank} of {self.context.grid.size}, "
+            f"{self.decision.layout}, {state}>"
+        )
+
+    # What it is.
+
+    @property
+    def decision(self) -> LayoutDecision:
+        """What the votes came to."""
+        return self._started.decision
+
+    @property
+    def plugins(self) -> PluginSet:
+        """The plugins, failed ones too."""
+        return self._started.plugins
+
+    @property
+    def host(self) -> HostPool | None:
+        """The host pool, shared or own."""
+        return self._pool
+
+    @property
+    def registration(self) -> Registration | None:
+        """What was registered, or None so far."""
+        return self._registration
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of the largest group's record."""
+        return self._started.record_bytes
+
+    @property
+    def format_id(self) -> str:
+        """Names the bytes that this connector stores; equal ids are interoperable."""
+        return self._started.format_id
+
+    @property
+    def fingerprint(self) -> str:
+        """What every rank of one engine must agree on at start-up."""
+        return self._started.fingerprint
+
+    def explain(self) -> dict[str, Any]:
+        """Everything that start-up came to, as the command line prints it (JSON values)."""
+        return self._started.explain()
+
+    # What it does.
+
+    def register(self, caches: KVCaches | Mapping[str, torch.Tensor] | torch.Tensor) -> None:
+        """Registers this rank's cache tensors; nothing is copied, and what is wrong is refused.
+
+        Args:
+            caches: layer name -> tensor with dimension 0 counting blocks; or a `KVCaches`; or one
+                slab tensor whose first two dimensions are the layers of this rank and the blocks.
+
+        Raises:
+            RegistrationError: tensors that contradict the context, or a plugin's registration
+                that cannot be proved; the plugin is named.
+            CertificationError: no policy takes these layers under this decision.
+            ClosedError: closed, or registered before.
+        """
+        with self._open():
+            registration = register_layers(self._started, self._as_caches(caches))
+            plans = self._plan(registration)
+            with self._changed:
+                self._check_unregistered()
+                self._registration, self._plans = registration, plans
+
+    def store(
+        self, block_ids: Iterable[int], slots: Iterable[int], group: str | None = None
+    ) -> int:
+        """Copies this rank's part of blocks into slots; returns the job's id at once.
+
+        Args:
+            block_ids: the engine's blocks; may repeat.
+            slots: the pool's rows, one for each block; may not repeat. Copied: the caller may
+                change its arrays afterwards.
+            group: the layers' group; required if there are several.
+
+        Raises:
+            BlockIdError: not integers, out of range, repeated slots, or other lengths.
+            PoolError: a slot is in use by another job, or there is no pool.
+            OptionError: no such group.
+            NoTransferError: no transfer plugin takes the job.
+            ClosedError: closed, or not registered yet.
+        """
+        return self._submit("store", block_ids, slots, group)
+
+    def load(self, slots: Iterable[int], block_ids: Iterable[int], group: str | None = None) -> int:
+        """Copies this rank's part of slots into blocks; returns the job's id at once.
+
+        Args:
+            slots: the pool's rows; may repeat.
+            block_ids: the engine's blocks, one for each slot; may not repeat.
+            group: the layers' group; required if there are several.
+
+        Raises:
+            FormatMismatchError: a slot holds another format; the differing fields are named.
+            PoolError: a slot is empty, being written, or lacks some rank's part.
+            BlockIdError, OptionError, NoTransferError, ClosedError: as for `store`.
+        """
+        return self._submit("load", block_ids, slots, group)
+
+    def poll(self) -> list[TransferResult]:
+        """The results that have come since the last call, each once; never blocks."""
+        return self._jobs.poll()
+
+    def wait(
+        self, job_ids: Iterable[int] | None = None, timeout: float | None = None
+    ) -> list[TransferResult]:
+        """Waits for jobs (None: all that are pending) and delivers their results, each once.
+
+        Args:
+            job_ids: what `store` and `load` returned.
+            timeout: seconds; when they are over, what has finished is returned.
+
+        Raises:
+            UnknownJobError: an id that was never given, or whose result was delivered.
+            OptionError: a timeout that is no number >= 0.
+        """
+        return self._jobs.wait(job_ids, timeout)
+
+    def close(self) -> None:
+        """Takes no more jobs, waits for those under way, then releases everything, once.
+
+        Results that were not delivered stay for `poll` and `wait`. Closing twice is fine.
+        """
+        with self._changed:
+            if self._closing:
+                self._changed.wait_for(lambda: self._released)
+                return
+            self._closing = True
+            self._changed.wait_for(lambda: not self._submitting)
+        try:
+            self._jobs.drain()
+        finally:
+            with self._changed:
+                if self._pool is not None:
+                    self._pool.leave(self._collect)
+                    if not self._shared:
+                        self._pool = None
+                self._plans, self._registration = {}, None
+                self._released = True
+                self._changed.notify_all()
+
+    def __enter__(self) -> Self:
+        """The connector itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Closes it."""
+        self.close()
+
+    # How it does it.
+
+    def _collect(self) -> None:
+        self._jobs.collect()
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[None]:
+        """Refuses if closed; while inside, `close` waits."""
+        with self._changed:
+            if self._closing:
+                raise ClosedError("this connector is closed; make another one")
+            self._submitting += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._submitting -= 1
+                self._changed.notify_all()
+
+    def _check_unregistered(self) -> None:
+        if self._registration is not None:
+            raise ClosedError("this connector has registered its layers; make another one")
+
+    def _as_caches(self, caches: object) -> KVCaches:
+        self._check_unregistered()
+        if isinstance(caches, KVCaches):
+            return caches
+        if isinstance(caches, Mapping):
+            return KVCaches(tensors=caches)
+        if not isinstance(caches, torch.Tensor):
+            raise OptionError(
+                "register takes a mapping of layer names to tensors, a KVCaches or one slab "
+                f"tensor, not {type(caches).__name__}"
+            )
+        names = list(self.context.stage_layers)
+        counted = [dim for dim in (0, 1) if dim < caches.dim() and caches.shape[dim] == len(names)]
+        if len(counted) == 2:
+            # As many blocks as layers: the decided layout says which of them lies outside.
+            outer = 0 if caches.stride(0) >= caches.stride(1) else 1
+            counted = [1 - outer if self.decision.cross_layer_blocks else outer]
+        if not counted:
+            raise OptionError(
+                f"a slab's first two dimensions are {len(names)} layers and "
+                f"{self.context.geometry.num_blocks} blocks; found shape {list(caches.shape)}"
+            )
+        return KVCaches.from_slab(caches, names, layer_dim=counted[0])
+
+    def _plan(self, registration: Registration) -> dict[str, tuple[TransferPlan, ...]]:
+        if self._pool is None:
+            return {}
+        rank, num_blocks = self.context.rank, self.context.geometry.num_blocks
+        return {
+            name: plan_group(record, registration, rank, num_blocks, self._pool.rows)
+            for name, record in self._started.records.items()
+        }
+
+    def _record(self, group: str | None) -> GroupRecord:
+        records = self._started.records
+        if group is None and len(records) == 1:
+            return next(iter(records.values()))
+        if group is None:
+            raise OptionError(f"the layers form groups, name one of: {', '.join(records)}")
+        if group not in records:
+            raise OptionError(f"no group {group!r}; {close_names(str(group), records)}")
+        return records[group]
+
+    def _submit(
+        self,
+        direction: Direction,
+        block_ids: Iterable[int],
+        slots: Iterable[int],
+        group: str | None,
+    ) -> int:
+        with self._open():
+            if self._registration is None:
+                raise ClosedError("register the engine's tensors before storing or loading")
+            if self._pool is None:
+                raise ClosedError("this connector has no host pool; give host= when making it")
+            record = self._record(group)
+            blocks = check_ids(block_ids, self.context.geometry.num_blocks, "block")
+            rows = check_ids(slots, self._pool.num_slots, "slot")
+            if len(blocks) != len(rows):
+                raise BlockIdError(f"{len(blocks)} block ids and {len(rows)} slots do not pair")
+            if direction == "store":
+                check_unique(rows, "slot")
+            else:
+                check_unique(blocks, "block")
+            plans = self._plans[record.group.name]
+            job = make_job(self._jobs.new_id(), direction, plans, blocks, rows)
+            release = self._claim(record, direction, rows)
+            return self._start(job, release)
+
+    def _claim(
+        self, record: GroupRecord, direction: Direction, rows: BlockIds
+    ) -> Callable[[frozenset[int]], None]:
+        """Marks the slots in the pool; returns what unmarks them."""
+        pool, rank = self._pool, self.context.rank
+        if pool is None:  # checked by _submit
+            raise ClosedError("this connector has no host pool")
+        fmt = self._started.formats[record.group.name]
+        slots = tuple(dict.fromkeys(rows.tolist()))
+        pool.collect()
+        if direction == "store":
+            pool.begin_store(slots, fmt, record.topology, rank, record.writers)
+            return lambda lost: pool.end_store(slots, rank, lost)
+        pool.begin_load(slots, fmt, record.topology, lambda slot: record.sources(rank, slot))
+        return lambda _lost: pool.end_load(slots)
+
+    def _start(self, job: TransferJob, release: Callable[[frozenset[int]], None]) -> int:
+        begun = time.perf_counter()
+        if not job.bytes:
+            release(frozenset())
+            self._jobs.finished(TransferResult(job_id=job.job_id, ok=True, bytes=0, seconds=0.0))
+            return job.job_id
+        everything = frozenset(job.destinations.tolist())
+        for plugin in self.plugins.having("transfer"):
+            name = plugin.info.name
+            try:
+                handle = plugin.call("transfer", job=job)
+                wrong = (
+                    ""
+                    if handle is None or isinstance(handle, TransferHandle)
+                    else (f"answered {handle!r}, not a TransferHandle or None")
+                )
+            except Exception as error:  # noqa: BLE001  a plugin may raise anything
+                handle, wrong = None, f"raised {type(error).__name__}: {error}"
+            if wrong:
+                release(everything)
+                seconds = time.perf_counter() - begun
+                self._jobs.finished(failed(job, f"plugin {plugin.info.described} {wrong}", seconds))
+                return job.job_id
+            if isinstance(handle, TransferHandle):
+                self._jobs.add(
+                    PendingJob(job=job, handle=handle, plugin=name, begun=begun, release=release)
+                )
+                return job.job_id
+        release(everything)
+        names = ", ".join(plugin.info.name for plugin in self.plugins.having("transfer")) or "none"
+        raise NoTransferError(
+            f"no transfer plugin takes a {job.direction} of tensors on {job.device!r}; asked: "
+            f"{names}; install a plugin for that device"
+        )

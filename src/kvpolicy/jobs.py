@@ -1,0 +1,173 @@
+"""Jobs under way and results not yet delivered. Thread-safe.
+
+A plugin's handle is only ever called outside the lock, and nothing it does can lose a job: what it
+raises, and what it gets wrong, becomes a failed result that names the plugin.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+import attrs
+
+from kvpolicy.errors import OptionError, UnknownJobError
+from kvpolicy.transfer import TransferHandle, TransferJob, TransferResult, failed
+
+_GLANCE_SECONDS = 0.05
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class PendingJob:
+    """A job that a plugin has taken.
+
+    Attributes:
+        job: what is to be copied.
+        handle: the plugin's handle.
+        plugin: its name, for messages.
+        begun: `time.perf_counter` at submission.
+        release: called once with the destinations that failed.
+    """
+
+    job: TransferJob
+    handle: TransferHandle
+    plugin: str
+    begun: float
+    release: Callable[[frozenset[int]], None]
+
+    def finish(self) -> TransferResult | None:
+        """The checked result, or None while the transfer runs; blocks no more than `done` does."""
+        try:
+            if not self.handle.done():
+                return None
+            result = self.handle.result()
+        except Exception as error:  # noqa: BLE001  a plugin may raise anything
+            return self._failed(f"raised {type(error).__name__}: {error}")
+        return self._checked(result)
+
+    def _failed(self, what: str) -> TransferResult:
+        seconds = time.perf_counter() - self.begun
+        return failed(self.job, f"plugin {self.plugin!r} {what}", seconds)
+
+    def _checked(self, result: object) -> TransferResult:
+        job = self.job
+        if not isinstance(result, TransferResult):
+            return self._failed(f"gave {result!r}, not a TransferResult")
+        if result.job_id != job.job_id:
+            return self._failed(f"gave the result of job {result.job_id} for job {job.job_id}")
+        if result.ok and (result.bytes != job.bytes or result.failed_ids):
+            return self._failed(
+                f"reports success with {result.bytes} of {job.bytes} B and "
+                f"{len(result.failed_ids)} failed ids"
+            )
+        if result.ok:
+            return result
+        known = set(job.destinations.tolist())
+        if not result.failed_ids or not known.issuperset(result.failed_ids):
+            # It failed without saying which of ours: then none is known to be written.
+            return attrs.evolve(result, failed_ids=sorted(known), error=result.error or "failed")
+        return attrs.evolve(result, error=result.error or "failed")
+
+
+class Jobs:
+    """The jobs of one connector."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pending: dict[int, PendingJob] = {}
+        self._results: dict[int, TransferResult] = {}
+        self._next_id = 0
+
+    def new_id(self) -> int:
+        """The next job id, from 0."""
+        with self._lock:
+            self._next_id += 1
+            return self._next_id - 1
+
+    def add(self, pending: PendingJob) -> None:
+        """A job that a plugin has taken."""
+        with self._lock:
+            self._pending[pending.job.job_id] = pending
+
+    def finished(self, result: TransferResult) -> None:
+        """The result of a job that no plugin runs."""
+        with self._lock:
+            self._results[result.job_id] = result
+
+    def collect(self) -> None:
+        """Notices what has finished, and keeps the results for delivery."""
+        with self._lock:
+            pending = list(self._pending.values())
+        for one in pending:
+            result = one.finish()
+            if result is None:
+                continue
+            with self._lock:
+                if self._pending.pop(one.job.job_id, None) is None:
+                    continue  # another thread was faster
+                # Before the result can be seen, so that who sees it finds the slots settled.
+                one.release(frozenset(result.failed_ids))
+                self._results[result.job_id] = result
+
+    def poll(self) -> list[TransferResult]:
+        """What has finished and was not delivered yet, by job id; never blocks."""
+        self.collect()
+        with self._lock:
+            found = [self._results[job_id] for job_id in sorted(self._results)]
+            self._results.clear()
+        return found
+
+    def wait(
+        self, job_ids: Iterable[int] | None = None, timeout: float | None = None
+    ) -> list[TransferResult]:
+        """Waits for jobs and delivers their results, by job id; fewer if time runs out.
+
+        Raises:
+            UnknownJobError: an id that was never given, or whose result was delivered.
+            OptionError: a timeout that is no number >= 0.
+        """
+        if timeout is not None and not (isinstance(timeout, int | float) and timeout >= 0):
+            raise OptionError(f"a timeout is a number of seconds >= 0, not {timeout!r}")
+        deadline = None if timeout is None else time.monotonic() + timeout
+        wanted = self._wanted(job_ids)
+        while True:
+            self.collect()
+            with self._lock:
+                running = [self._pending[i] for i in sorted(wanted) if i in self._pending]
+                left = None if deadline is None else deadline - time.monotonic()
+                if not running or (left is not None and left <= 0):
+                    done = [i for i in sorted(wanted) if i in self._results]
+                    return [self._results.pop(job_id) for job_id in done]
+            glance = _GLANCE_SECONDS if left is None else min(_GLANCE_SECONDS, left)
+            try:
+                running[0].handle.wait(glance)
+            except Exception:  # noqa: BLE001  collect turns a broken handle into a result
+                time.sleep(min(glance, 0.001))
+
+    def _wanted(self, job_ids: Iterable[int] | None) -> set[int]:
+        with self._lock:
+            known = {*self._pending, *self._results}
+            if job_ids is None:
+                return known
+            wanted: set[int] = {job_ids} if isinstance(job_ids, int) else {*job_ids}
+            unknown = [job_id for job_id in wanted if job_id not in known]
+        if unknown:
+            raise UnknownJobError(
+                f"job {unknown[0]!r} is not pending here; its result was delivered, or no store or "
+                "load ever gave that id"
+            )
+        return wanted
+
+    def drain(self) -> None:
+        """Waits until nothing runs; results stay for delivery."""
+        while True:
+            self.collect()
+            with self._lock:
+                running = next(iter(self._pending.values()), None)
+            if running is None:
+                return
+            try:
+                running.handle.wait(_GLANCE_SECONDS)
+            except Exception:  # noqa: BLE001  collect turns a broken handle into a result
+                time.sleep(0.001)

@@ -1,0 +1,1 @@
+"""The built-in plugins. They join through entry points, like anyone's."""

@@ -1,0 +1,141 @@
+"""Copies between CPU tensors and host rows, through numpy views, in a thread of its own."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from kvpolicy.hooks import hookimpl
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvpolicy.transfer import (
+        PlannedCopy,
+        TransferHandle,
+        TransferJob,
+        TransferPlan,
+        TransferResult,
+    )
+
+    Bytes = NDArray[np.uint8]
+    Views = tuple[tuple[Bytes, Bytes], ...]
+
+
+class HostCopy:
+    """Takes jobs whose storages lie on the CPU; one thread, first in, first out.
+
+    The views of a plan are made once; a job then makes no array, only slices. torch's thread
+    setting is left alone.
+    """
+
+    priority = -100
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._executor: ThreadPoolExecutor | None = None
+        self._process = 0
+        self._views: WeakKeyDictionary[TransferPlan, Views] = WeakKeyDictionary()
+
+    @hookimpl
+    def transfer(self, job: TransferJob) -> TransferHandle | None:
+        """Copies in the background; None for a job of another device."""
+        if job.device != "cpu":
+            return None
+        begun = time.perf_counter()
+        views = tuple(self._views_of(part.plan) for part in job.parts)
+        return _handle(self._worker().submit(_copy, job, views, begun))
+
+    def _worker(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._executor is None or self._process != os.getpid():
+                # A fork does not carry threads over, so each process makes its own.
+                self._executor = ThreadPoolExecutor(1, thread_name_prefix="kvpolicy-host-copy")
+                self._process = os.getpid()
+            return self._executor
+
+    def _views_of(self, plan: TransferPlan) -> Views:
+        with self._lock:
+            views = self._views.get(plan)
+            if views is None:
+                rows = plan.rows.numpy()
+                views = tuple(_pair(copy, rows, plan.num_blocks) for copy in plan.copies)
+                self._views[plan] = views
+            return views
+
+
+def _pair(copy: PlannedCopy, rows: Bytes, num_blocks: int) -> tuple[Bytes, Bytes]:
+    """Blocks and rows as arrays of shape (blocks or slots, *dims, size)."""
+    counts = [dim.times for dim in copy.box.dims]
+    size = copy.box.size
+    memory = copy.storage.numpy()[copy.offset + copy.box.from_offset :]
+    blocks = as_strided(
+        memory,
+        (num_blocks, *counts, size),
+        (copy.block_stride, *(dim.from_stride for dim in copy.box.dims), 1),
+    )
+    held = as_strided(
+        rows.reshape(-1)[copy.box.to_offset :],
+        (rows.shape[0], *counts, size),
+        (rows.strides[0], *(dim.to_stride for dim in copy.box.dims), 1),
+    )
+    return blocks, held
+
+
+def _copy(job: TransferJob, views: tuple[Views, ...], begun: float) -> TransferResult:
+    """Span by span, so that a failure leaves whole blocks behind it."""
+    from kvpolicy.transfer import TransferResult
+
+    storing = job.direction == "store"
+    failed: set[int] = set()
+    copied, error = 0, ""
+    for part, pairs in zip(job.parts, views, strict=True):
+        whole = 0
+        try:
+            for block, slot, length in part.spans():
+                for blocks, rows in pairs:
+                    there, here = rows[slot : slot + length], blocks[block : block + length]
+                    if storing:
+                        np.copyto(there, here)
+                    else:
+                        np.copyto(here, there)
+                whole += length
+        except Exception as raised:  # noqa: BLE001  whatever it is, it becomes the result
+            error = f"{type(raised).__name__}: {raised}"
+            failed.update((part.slots if storing else part.block_ids)[whole:].tolist())
+        copied += whole * part.plan.block_bytes
+    return TransferResult(
+        job_id=job.job_id,
+        ok=not error,
+        bytes=copied,
+        seconds=time.perf_counter() - begun,
+        failed_ids=tuple(sorted(failed)),
+        error=error,
+    )
+
+
+def _handle(future: Future[TransferResult]) -> TransferHandle:
+    from kvpolicy.transfer import TransferHandle
+
+    class FutureHandle(TransferHandle):
+        def done(self) -> bool:
+            return future.done()
+
+        def result(self) -> TransferResult:
+            return future.result()
+
+        def wait(self, timeout: float | None = None) -> bool:
+            wait([future], timeout)
+            return future.done()
+
+    return FutureHandle()
+
+
+policy = HostCopy()
