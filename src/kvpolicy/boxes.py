@@ -177,13 +177,13 @@ def _refined(b: Box, cuts: Sequence[int], to_side: bool) -> list[tuple[int, int]
 def compose(first: Box, second: Box) -> Box | None:
     """The box from ``first``'s *from* side to ``second``'s *to* side through their common middle.
 
-    Both must cover the middle [0, bytes) exactly. None if the two cut it at points that do not
-    divide one another, so that no single box exists.
+    Both must cover the middle [0, bytes) exactly, else None. None too if the two cut it at points
+    that do not divide one another, so that no single box exists.
     """
     total = first.bytes
     mine = _cuts(first.size, ((d.times, d.to_stride) for d in first.dims), total)
     other = _cuts(second.size, ((d.times, d.from_stride) for d in second.dims), total)
-    if mine is None or other is None or second.bytes != total:
+    if mine is None or other is None or first.to_offset or second.from_offset:
         return None
     cuts = sorted(mine | other)
     if any(high % low for low, high in itertools.pairwise(cuts)):

@@ -26,6 +26,7 @@ from kvpolicy.errors import (
     close_names,
 )
 from kvpolicy.hostpool import HostPool, as_pool
+from kvpolicy.identity import GroupFormat
 from kvpolicy.jobs import Jobs, PendingJob
 from kvpolicy.plugins import PluginSet, load_plugins, select
 from kvpolicy.plugins.loading import plugin_names
@@ -135,6 +136,11 @@ class Connector:
     def record_bytes(self) -> int:
         """Bytes of the largest group's record."""
         return self._started.record_bytes
+
+    @property
+    def formats(self) -> Mapping[str, GroupFormat]:
+        """Group name -> the format of its stored bytes, with the fields that name it."""
+        return self._started.formats
 
     @property
     def format_id(self) -> str:

@@ -19,6 +19,8 @@ def _layouts(value: Iterable[str | KVCacheLayout] | None) -> frozenset[KVCacheLa
     if value is None:
         return None
     names = [value] if isinstance(value, str | KVCacheLayout) else value
+    if not isinstance(names, Iterable):
+        raise OptionError(f"BackendCapabilities.layouts is a set of layouts or None, not {value!r}")
     return frozenset(KVCacheLayout.parse(name) for name in names)
 
 
@@ -38,7 +40,7 @@ def _options(value: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _plain(value: str) -> str:
     if not isinstance(value, str):
-        raise OptionError(f"dtype and encoding are names, not {type(value).__name__} {value!r}")
+        raise OptionError(f"dtype, encoding and a backend are given by name, not {type(value).__name__} {value!r}")
     return value.strip().removeprefix("torch.")
 
 

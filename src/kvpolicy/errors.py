@@ -24,6 +24,7 @@ Everything raised on purpose derives from `KVPolicyError`::
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -54,6 +55,8 @@ REFUSAL_CODES: Mapping[str, str] = {
 }
 """Every refusal code with its meaning; `docs/reference/errors.md` says what to do about each."""
 
+_CODE = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+
 
 @attrs.frozen
 class Refusal:
@@ -69,8 +72,10 @@ class Refusal:
 
     @code.validator
     def _check_code(self, _attribute: object, value: object) -> None:
-        if not isinstance(value, str) or not value or value != value.strip().lower():
-            raise OptionError(f"a refusal's code is a lower-case word with hyphens, not {value!r}")
+        if not isinstance(value, str) or not _CODE.fullmatch(value):
+            raise OptionError(
+                f"a refusal's code is lower-case words joined by hyphens, not {value!r}"
+            )
 
     @detail.validator
     def _check_detail(self, _attribute: object, value: object) -> None:
@@ -173,7 +178,9 @@ class PolicyConflictError(KVPolicyError, RuntimeError):
 
     code = "conflict"
 
-    def __init__(self, message: str, plugin_names: Iterable[str], priority: int) -> None:
+    def __init__(
+        self, message: str, plugin_names: Iterable[str] = (), priority: int = 0
+    ) -> None:
         super().__init__(message)
         self.plugin_names = tuple(sorted(plugin_names))
         self.priority = priority

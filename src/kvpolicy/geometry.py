@@ -21,6 +21,13 @@ def _what(instance: object, attribute: attrs.Attribute[Any]) -> str:
     return f"{type(instance).__name__}.{attribute.name}"
 
 
+def shown(value: object) -> str:
+    """A rejected value for an error's text; a huge number by its length, which Python can print."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"a number of {value.bit_length():,} bits"
+    return repr(value)
+
+
 def int_between(least: int, most: int) -> Any:
     """A validator for a whole number in [least, most]; True and False are not numbers."""
 
@@ -32,7 +39,8 @@ def int_between(least: int, most: int) -> Any:
             )
         if not least <= value <= most:
             raise GeometryError(
-                f"{_what(instance, attribute)} lies between {least:,} and {most:,}, not {value:,}"
+                f"{_what(instance, attribute)} lies between {least:,} and {most:,}, not "
+                f"{shown(value)}"
             )
 
     return check
@@ -49,6 +57,15 @@ def _seeing_self(convert: Callable[[Any, Any], object]) -> Any:
 def _or(name: str) -> Any:
     """A converter: None becomes this instance's earlier field ``name``."""
     return _seeing_self(lambda value, spec: getattr(spec, name) if value is None else value)
+
+
+def _check_page(spec: AttentionSpec | LatentSpec, token_bytes: int) -> None:
+    """Offsets are 64-bit numbers, and a page of such a size is a mistake."""
+    if (page_bytes := token_bytes * spec.block_size) > MAX_SIZE:
+        raise GeometryError(
+            f"{type(spec).__name__} declares a page of {page_bytes:,} B ({spec.block_size} tokens "
+            f"of {token_bytes:,} B); a page has at most {MAX_SIZE:,} B"
+        )
 
 
 _size = int_between(1, MAX_SIZE)
@@ -106,6 +123,7 @@ class AttentionSpec:
                 f"split K/V has two equal halves, but head_size is {self.head_size} and "
                 f"v_head_size {self.v_head_size}; declare kv_packing='packed'"
             )
+        _check_page(self, self.halves * self.total_kv_heads * self.row_bytes)
 
     @property
     def split(self) -> bool:
@@ -155,6 +173,9 @@ class LatentSpec:
     total_kv_heads: ClassVar[int] = 1
     scale_bytes: ClassVar[int] = 0
 
+    def __attrs_post_init__(self) -> None:
+        _check_page(self, self.row_bytes)
+
 
 @attrs.frozen(kw_only=True)
 class StateSpec:
@@ -186,7 +207,13 @@ SPEC_TYPES = (AttentionSpec, LatentSpec, StateSpec)
 
 
 def _names(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(names)
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise GeometryError(f"a group's layer_names are several names, not {names!r}")
+    found = tuple(names)
+    for name in found:
+        if not isinstance(name, str):
+            raise GeometryError(f"a group's layer_names are names, not {name!r}")
+    return found
 
 
 @attrs.frozen(kw_only=True)
@@ -281,7 +308,7 @@ def _whole_stages(stages: object, geometry: CacheGeometry) -> tuple[int, ...] | 
     found = tuple(stages) if isinstance(stages, Iterable) else (stages,)
     for count in found:
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise GeometryError(f"a stage holds a whole number of layers >= 1, not {count!r}")
+            raise GeometryError(f"a stage holds a whole number of layers >= 1, not {shown(count)}")
     if sum(found) != len(geometry.layers):
         raise GeometryError(
             f"stages {list(found)} hold {sum(found)} layers; the model has {len(geometry.layers)}"

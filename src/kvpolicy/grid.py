@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 
 from kvpolicy.errors import GeometryError, Refusal
-from kvpolicy.geometry import int_between
+from kvpolicy.geometry import int_between, shown
 
 MAX_RANKS = 4_096
 _degree = int_between(1, MAX_RANKS)
@@ -74,7 +74,7 @@ class ParallelGrid:
             GeometryError: not a rank of this grid.
         """
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.size:
-            raise GeometryError(f"rank {rank!r} is not one of this grid's {self.size} ranks")
+            raise GeometryError(f"rank {shown(rank)} is not one of this grid's {self.size} ranks")
         stage, inside = divmod(rank, self.stage_size)
         pcp_rank, tp_rank = divmod(inside, self.tp)
         dcp_rank = tp_rank % self.dcp

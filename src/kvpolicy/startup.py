@@ -191,7 +191,7 @@ def _answer(started: StartUp, plugin: Plugin, caches: KVCaches) -> Registration 
         raise started.refused(
             _blamed(plugin, f"refuses: {error.message}", error.refusals)
         ) from error
-    except Exception as error:  # noqa: BLE001  a plugin may raise anything
+    except Exception as error:
         what = f"raised {type(error).__name__}: {error}"
         raise started.refused(_blamed(plugin, what, {})) from error
     if answer is not None and not isinstance(answer, Registration):

@@ -19,16 +19,16 @@ _MAX_HEAD_SIZE = 2**20
 
 _MULTI_QUERY = ("falcon", "RefinedWeb", "RefinedWebModel", "gpt_bigcode")
 # What a configuration class fills in where published configs leave the key out and hidden size
-# over heads would be wrong: type -> (attention heads, KV heads, head size).
-_DEFAULTS: Mapping[str, tuple[int, int, int]] = {
-    "gemma": (16, 16, 256),
-    "gemma2": (8, 4, 256),
-    "gemma3": (8, 4, 256),
-    "gemma3_text": (8, 4, 256),
-    "gemma3n": (8, 2, 256),
-    "gemma3n_text": (8, 2, 256),
-    "gemma4": (8, 4, 256),
-    "gemma4_text": (8, 4, 256),
+# over heads would be wrong: type -> (KV heads, head size).
+_DEFAULTS: Mapping[str, tuple[int, int]] = {
+    "gemma": (16, 256),
+    "gemma2": (4, 256),
+    "gemma3": (4, 256),
+    "gemma3_text": (4, 256),
+    "gemma3n": (2, 256),
+    "gemma3n_text": (2, 256),
+    "gemma4": (4, 256),
+    "gemma4_text": (4, 256),
 }
 
 
@@ -47,16 +47,13 @@ def attention_heads(keys: Keys) -> int:
     Raises:
         ConfigError: missing or wrong.
     """
-    found = keys.alias(HEADS, MAX_HEADS)
-    if found is None and keys.model_type in _DEFAULTS:
-        return _DEFAULTS[keys.model_type][0]
-    return found or keys.need(HEADS, "the head count must be given", MAX_HEADS)
+    return keys.need(HEADS, "the head count must be given", MAX_HEADS)
 
 
 def _head_size(keys: Keys) -> int:
     found = keys.alias(HEAD_SIZE, _MAX_HEAD_SIZE)
     if found is None and keys.model_type in _DEFAULTS:
-        return _DEFAULTS[keys.model_type][2]
+        return _DEFAULTS[keys.model_type][1]
     if found is not None:
         return found
     why = "without head_dim, the head size is hidden size over attention heads"
@@ -93,7 +90,7 @@ def _kv_heads(keys: Keys) -> int:
     if found is not None:
         return found
     if keys.model_type in _DEFAULTS:
-        return _DEFAULTS[keys.model_type][1]
+        return _DEFAULTS[keys.model_type][0]
     return attention_heads(keys)
 
 

@@ -6,6 +6,7 @@ import importlib.metadata
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import ModuleType
 from typing import Any, Literal
 
@@ -142,23 +143,52 @@ def _normal(distribution: str) -> str:
 
 def _installed() -> list[_Candidate]:
     """Every entry point of the group, read from metadata; nothing is imported."""
-    found = []
-    for entry in importlib.metadata.entry_points(group=PROJECT):
-        dist = entry.dist
-        found.append(
-            _Candidate(
-                name=entry.name,
-                load=entry.load,
-                distribution=dist.name if dist else "",
-                version=dist.version if dist else "",
-            )
+    return [_candidate(entry) for entry in importlib.metadata.entry_points(group=PROJECT)]
+
+
+def _candidate(entry: importlib.metadata.EntryPoint) -> _Candidate:
+    dist = entry.dist
+    distribution: object = ""
+    version: object = ""
+    try:
+        if dist is not None:
+            distribution, version = dist.name, dist.version
+    except Exception:  # noqa: BLE001  METADATA that is missing or broken raises anything
+        distribution = None
+    if not isinstance(distribution, str) or not isinstance(version, str):
+        return _Candidate(name=entry.name, load=partial(_damaged, entry))
+    return _Candidate(
+        name=entry.name, load=partial(_resolve, entry), distribution=distribution, version=version
+    )
+
+
+def _damaged(entry: importlib.metadata.EntryPoint) -> object:
+    raise _Fault(
+        f"has an installation whose METADATA lacks a name or version; install again what provides "
+        f"{entry.value!r}"
+    )
+
+
+def _resolve(entry: importlib.metadata.EntryPoint) -> object:
+    if entry.pattern.match(entry.value) is None:
+        raise _Fault(
+            f"has an entry point {entry.value!r}, which is no reference; possible: module or "
+            "module:object"
         )
-    return found
+    return entry.load()
+
+
+def _own_name(plugin: object) -> str:
+    """What the object calls itself, "" if nothing."""
+    try:
+        name = getattr(plugin, "name", None)
+    except Exception:  # noqa: BLE001  a property may raise anything
+        return ""
+    return name if isinstance(name, str) else ""
 
 
 def _object_name(plugin: object) -> str:
-    name = getattr(plugin, "name", None)
-    if isinstance(name, str) and name:
+    if name := _own_name(plugin):
         return name
     if isinstance(plugin, ModuleType):
         return plugin.__name__
@@ -191,7 +221,7 @@ def _split(plugins: object) -> tuple[list[_Candidate], list[str] | None]:
             continue
         candidate = _handed(item)
         taken[candidate.name] = count = taken.get(candidate.name, 0) + 1
-        if count > 1 and not isinstance(getattr(item, "name", None), str):
+        if count > 1 and not _own_name(item):
             candidate = attrs.evolve(candidate, name=f"{candidate.name}-{count}")
         objects.append(candidate)
     return objects, names
@@ -203,19 +233,19 @@ def plugin_names(plugins: object) -> list[str] | None:
 
 
 def _check_duplicates(candidates: Iterable[_Candidate]) -> None:
-    by_name: dict[str, _Candidate] = {}
-    for candidate in candidates:
-        other = by_name.setdefault(candidate.name, candidate)
-        if other is not candidate:
-            both = sorted(
-                f"{one.distribution} {one.version}" if one.distribution else "an object"
-                for one in (other, candidate)
-            )
+    by_name: dict[str, list[str]] = {}
+    for one in candidates:
+        shipped = f"{one.distribution} {one.version}" if one.distribution else "an object"
+        by_name.setdefault(one.name, []).append(shipped)
+    for name, sources in by_name.items():
+        if len(sources) > 1:
+            sources.sort()
+            count = "two" if len(sources) == 2 else str(len(sources))
             raise DuplicatePluginError(
-                f"two plugins are named {candidate.name!r}: from {both[0]} and from {both[1]}; "
-                "uninstall one of them",
-                plugin_name=candidate.name,
-                distribution=" and ".join(both),
+                f"{count} plugins are named {name!r}: from {' and from '.join(sources)}; "
+                "keep one of them, uninstall or rename the others",
+                plugin_name=name,
+                distribution=" and ".join(sources),
             )
 
 
@@ -278,6 +308,8 @@ def _load(candidate: _Candidate, priority: int | None) -> Plugin | PluginInfo:
     placed: dict[str, Any] = {} if priority is None else {"priority": priority}
     try:
         plugin = candidate.load()
+    except _Fault as fault:
+        return candidate.info(status="failed", reason=str(fault), **placed)
     except (Exception, SystemExit) as error:  # noqa: BLE001  an import may raise anything
         reason = f"cannot be imported: {_told(error)}"
         return candidate.info(status="failed", reason=reason, **placed)
@@ -327,13 +359,12 @@ def _rehearse(plugin: object, name: str) -> Mapping[str, _Implementation]:
         manager.register(plugin, name)
         manager.check_pending()
     except pluggy.PluginValidationError as error:
-        unknown = _unknown_hook(manager, plugin)
-        hint = f"; {close_names(unknown, HOOKS)}" if unknown else ""
-        raise _Fault(f"does not fit the hooks: {' '.join(str(error).split())}{hint}") from None
+        misfits = _misfits(plugin, name) or " ".join(str(error).split())
+        raise _Fault(f"does not fit the hooks: {misfits}") from None
     found: dict[str, _Implementation] = {}
     for caller in manager.get_hookcallers(plugin) or []:
         if caller.name not in HOOKS:
-            raise _Fault(f"implements {caller.name!r}; {close_names(caller.name, HOOKS)}")
+            raise _Fault(f"does not fit the hooks: {_misfits(plugin, name)}")
         for implementation in caller.get_hookimpls():
             marks = [mark for mark in _REFUSED_MARKS if getattr(implementation, mark)]
             if marks:
@@ -341,6 +372,8 @@ def _rehearse(plugin: object, name: str) -> Mapping[str, _Implementation]:
                     f"marks {caller.name!r} as {marks[0]}; wrappers, tryfirst and trylast are "
                     "refused, set its priority instead"
                 )
+            if caller.name in found:
+                raise _Fault(f"implements {caller.name!r} twice; keep one of the two functions")
             found[caller.name] = _Implementation(
                 function=implementation.function, argnames=tuple(implementation.argnames)
             )
@@ -352,6 +385,18 @@ def _rehearse(plugin: object, name: str) -> Mapping[str, _Implementation]:
     return found
 
 
-def _unknown_hook(manager: pluggy.PluginManager, plugin: object) -> str:
-    names = [caller.name for caller in manager.get_hookcallers(plugin) or []]
-    return next((name for name in names if name not in HOOKS), "")
+def _misfits(plugin: object, name: str) -> str:
+    """Which hooks pluggy refuses and why, in words that are the same in every process."""
+    bare = pluggy.PluginManager(PROJECT)
+    bare.register(plugin, name)
+    told = []
+    for caller in bare.get_hookcallers(plugin) or []:
+        if caller.name not in HOOKS:
+            told.append(f"{caller.name!r} is no hook; {close_names(caller.name, HOOKS)}")
+            continue
+        offered = inspect.signature(getattr(specifications, caller.name)).parameters
+        asked = dict.fromkeys(a for i in caller.get_hookimpls() for a in i.argnames)
+        extra = ", ".join(repr(name) for name in asked if name not in offered)
+        if extra:
+            told.append(f"{caller.name!r} asks for {extra}; possible: {', '.join(offered)}")
+    return "; ".join(told)

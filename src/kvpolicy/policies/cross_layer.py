@@ -57,10 +57,11 @@ def obstacle(context: PolicyContext) -> str | None:
     sizes = {_padded_page_bytes(spec, context) for spec in specs}
     if len(sizes) > 1:
         return f"pages differ in size: {', '.join(f'{size} B' for size in sorted(sizes))}"
-    if len(geometry.layers) > 1 and any(s.kernel_block_size != s.block_size for s in specs):
+    split = [spec for spec in specs if spec.kernel_block_size != spec.block_size]
+    if len(geometry.layers) > 1 and split:
         return (
-            f"a kernel block of {specs[0].kernel_block_size} tokens is smaller than the block of "
-            f"{specs[0].block_size}, and {len(geometry.layers)} layers would lie between"
+            f"a kernel block of {split[0].kernel_block_size} tokens is smaller than the block of "
+            f"{split[0].block_size}, and {len(geometry.layers)} layers would lie between"
         )
     if backend.stride_aware is None:
         return "whether the backend is stride-aware is not known, which counts as no"

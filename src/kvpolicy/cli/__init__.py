@@ -1,0 +1,72 @@
+"""The command line: parses, runs one command, and turns every error into words and a status.
+
+Exit status: 0 done; 1 verification failed; 2 wrong usage or unreadable input; 3 refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from kvpolicy import __version__
+from kvpolicy.cli import explain, plugins, roundtrip
+from kvpolicy.cli.output import Output
+from kvpolicy.errors import KVPolicyError, OptionError
+
+_EPILOG = """\
+examples:
+  kvpolicy plugins
+  kvpolicy explain config.json --tp 2 --canonical
+  kvpolicy roundtrip config.json --tp 2 --load-tp 4 --canonical --blocks 64
+
+exit status: 0 done, 1 verification failed, 2 wrong usage or unreadable input, 3 refused"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong as an error value, so that --json can print it too."""
+
+    def error(self, message: str) -> NoReturn:
+        raise OptionError(f"{message}; see {self.prog} --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="kvpolicy",
+        description="The policy engine for KV-cache layout and offload in LLM serving.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"kvpolicy {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for module in (plugins, explain, roundtrip):
+        module.add_to(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    out = Output(json="--json" in words)
+    try:
+        args = _parser().parse_args(words)
+        status: int = args.run(args, out)
+        sys.stdout.flush()
+    except KVPolicyError as error:
+        out.error(error)
+        return error.exit_status
+    except MemoryError:
+        out.error(OptionError("not enough memory; lower --blocks or --block-size"))
+        return 2
+    except BrokenPipeError:
+        # Whoever read us has gone; keep the interpreter from complaining about it at exit.
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    return status

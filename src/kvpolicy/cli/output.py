@@ -1,0 +1,97 @@
+"""What a command prints: one JSON object, or tables for people. Errors go to standard error."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvpolicy.errors import KVPolicyError, Refusal
+
+
+@attrs.frozen
+class Output:
+    """Where a command's words go.
+
+    Attributes:
+        json: one JSON object on standard output and nothing else there.
+    """
+
+    json: bool
+
+    def show(self, value: Mapping[str, Any], people: Callable[[Console], None]) -> None:
+        """Prints the JSON value, or calls ``people`` with a console."""
+        if self.json:
+            self._dump(value)
+        else:
+            people(Console(highlight=False, soft_wrap=False))
+
+    def error(self, error: KVPolicyError) -> None:
+        """Prints an error with every reason; in JSON beside what is known so far."""
+        refusals: Mapping[str, Refusal] = getattr(error, "refusals", {})
+        if self.json:
+            listed = [
+                {"layer": name, "code": why.code, "detail": why.detail}
+                for name, why in refusals.items()
+            ]
+            told = {"code": error.code, "message": str(error), "refusals": listed}
+            self._dump({**(error.explanation or {}), "error": told})
+        head = getattr(error, "message", str(error))
+        lines = [f"kvpolicy: {head}"]
+        lines += [f"  {names}: {why}" for names, why in by_value(refusals)]
+        print("\n".join(lines), file=sys.stderr)
+
+    def warn(self, sentence: str) -> None:
+        """One line on standard error."""
+        print(f"kvpolicy: warning: {sentence}", file=sys.stderr)
+
+    def _dump(self, value: Mapping[str, Any]) -> None:
+        json.dump(value, sys.stdout, indent=2, ensure_ascii=False)
+        sys.stdout.write("\n")
+
+
+def by_value(items: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Names with equal values together (see `span_of`)."""
+    groups: dict[Any, list[str]] = {}
+    for name, value in items.items():
+        groups.setdefault(value, []).append(name)
+    return [(span_of(names), value) for value, names in groups.items()]
+
+
+def span_of(names: Sequence[str]) -> str:
+    """One name, or the first and last of several with their number.
+
+    ``model.layers.0-47.attn (48 layers)``, where only a number tells them apart.
+    """
+    first, last = names[0], names[-1]
+    if len(names) == 1:
+        return first
+    head = os.path.commonprefix([first, last]).rstrip("0123456789")
+    tail = os.path.commonprefix([first[::-1], last[::-1]])[::-1].lstrip("0123456789")
+    numbers = [name[len(head) : len(name) - len(tail)] for name in (first, last)]
+    if all(number.isdigit() for number in numbers):
+        return f"{head}{numbers[0]}-{numbers[1]}{tail} ({len(names)} layers)"
+    return f"{first} ... {last} ({len(names)} layers)"
+
+
+def table(*columns: str, rows: Iterable[Sequence[object]], title: str = "") -> Table:
+    """A plain table; columns that begin with ">" are numbers, set to the right."""
+    made = Table(title=title or None, title_justify="left", title_style="bold", box=None)
+    for column in columns:
+        number = column.startswith(">")
+        made.add_column(column.lstrip(">"), justify="right" if number else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*(escape(str(cell)) for cell in row))
+    return made
+
+
+def size(count: int | None) -> str:
+    """A number of bytes for people, exact."""
+    return "-" if count is None else f"{count:,} B"

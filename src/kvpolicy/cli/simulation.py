@@ -1,0 +1,256 @@
+"""The round trip itself: every rank of two simulated engines, one after the other.
+
+Ranks are objects with tensors of their own; they share one host pool.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import attrs
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvpolicy.cli.engine import SimulatedRank, owned_heads
+from kvpolicy.cli.options import context_of, engine_of, plugins_of
+from kvpolicy.cli.output import Output
+from kvpolicy.connector import Connector
+from kvpolicy.context import PolicyContext
+from kvpolicy.errors import FormatMismatchError, OptionError
+from kvpolicy.hostpool import HostPool
+from kvpolicy.models import load_config
+from kvpolicy.pages import page_shape
+from kvpolicy.plugins import PluginSet
+
+_MAX_BLOCKS = 1_000_000
+_REFERENCE_BYTES = 2**28
+_SEED = 20
+
+
+@attrs.define
+class _Side:
+    """What one side moved."""
+
+    bytes: int = 0
+    seconds: float = 0.0
+    mismatched: int = 0
+    changed: int = 0
+    errors: list[str] = attrs.field(factory=list)
+
+    def wait(self, connector: Connector, job_id: int, what: str, rank: int) -> None:
+        """Waits for a job and adds what it moved."""
+        (result,) = connector.wait([job_id])
+        self.bytes += result.bytes
+        self.seconds += result.seconds
+        if not result.ok:
+            self.errors.append(f"{what} on rank {rank}: {result.error}")
+
+
+def round_trip(args: argparse.Namespace, out: Output) -> dict[str, Any]:
+    """Stores, loads and verifies as the options say; returns the report.
+
+    Raises:
+        KVPolicyError: refused, before any byte moves.
+    """
+    if not 1 <= args.blocks <= _MAX_BLOCKS:
+        raise OptionError(f"--blocks lies between 1 and {_MAX_BLOCKS:,}, not {args.blocks}")
+    config = load_config(args.config)
+    # More blocks than are moved, so that neighbours can be watched.
+    num_blocks = args.blocks + args.blocks // 4 + 2
+    storing = context_of(args, config, num_blocks)
+    loading = context_of(args, config, num_blocks, loading=True)
+    plugins = plugins_of(args)
+    with Connector(storing, plugins) as one, Connector(loading, plugins) as other:
+        _check_formats(one, other)
+        explained, record_bytes = one.explain(), one.record_bytes
+        load_explained = other.explain()
+    slots = args.blocks * len(storing.geometry.groups)
+    _check_memory(record_bytes * slots, storing, loading)
+    pool = HostPool(slots, record_bytes)
+    pool.rows.fill_(0)  # touched once, so that the first store does not pay for the pages
+    with _progress(out, storing.grid.size + loading.grid.size) as step:
+        stored = _store(storing, plugins, pool, args.blocks, step)
+        loaded = _load(loading, plugins, pool, args.blocks, step)
+    verified = not (stored.errors or loaded.errors or loaded.mismatched or loaded.changed)
+    return {
+        "verified": verified,
+        "mismatched_bytes": loaded.mismatched,
+        "changed_outside_bytes": loaded.changed,
+        "bytes": stored.bytes,
+        "load_bytes": loaded.bytes,
+        "blocks": args.blocks,
+        "store_seconds": stored.seconds,
+        "load_seconds": loaded.seconds,
+        "store_ratio": _ratio(stored),
+        "load_ratio": _ratio(loaded),
+        "record_bytes": explained["record_bytes"],
+        "decision": explained["decision"],
+        "load_decision": load_explained["decision"],
+        "format_id": explained["format_id"],
+        "grid": explained["grid"],
+        "load_grid": load_explained["grid"],
+        "errors": [*stored.errors, *loaded.errors],
+        "engine": engine_of(storing),
+    }
+
+
+@contextlib.contextmanager
+def _progress(out: Output, ranks: int) -> Iterator[Callable[[str], None]]:
+    """A bar over all ranks, on a terminal only; yields what advances it."""
+    shown = sys.stderr.isatty() and not out.json
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not shown, transient=True) as bar:
+        task = bar.add_task("starting", total=ranks)
+
+        def step(what: str) -> None:
+            bar.update(task, advance=1, description=what)
+
+        yield step
+
+
+def _check_formats(one: Connector, other: Connector) -> None:
+    """Refuses before any byte moves, with the fields that differ and what may be done."""
+    for name, stored in one.formats.items():
+        wanted = other.formats.get(name)
+        differences = stored.differences(wanted) if wanted else (f"group {name!r}: not loaded",)
+        if not differences:
+            continue
+        advice = ""
+        spans = stored.fields["tokens"], wanted.fields["tokens"] if wanted else None
+        if not one.context.canonical:
+            advice = "; bytes that are not canonical belong to one topology: add --canonical"
+        elif spans[1] is not None and spans[0] != spans[1]:
+            fitting, rest = divmod(spans[0], other.context.grid.cp)
+            advice = f"; canonical pages of equal tokens need --load-block-size {fitting}"
+            advice = advice if not rest else "; choose grids whose dcp * pcp divide one another"
+        elif "tp" in stored.fields:
+            advice = "; recurrent state is kept per rank and cannot change topology"
+        raise FormatMismatchError(
+            f"group {name!r} is stored as format {stored.format_id} and would be loaded as "
+            f"{wanted.format_id if wanted else 'none'}{advice}; they differ in",
+            differences,
+        )
+
+
+def _memory_available() -> int | None:
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return None
+
+
+def _check_memory(rows: int, *sides: PolicyContext) -> None:
+    """Refuses what would not fit: the rows, the largest rank's caches, and the expected bytes."""
+    caches = [
+        context.geometry.num_blocks
+        * sum(
+            page_shape(
+                spec, len(owned_heads(context, spec)), spec.block_size, context.layout
+            ).page_bytes
+            for spec in context.layers_of_stage(stage).values()
+        )
+        for context in sides
+        for stage in range(context.grid.pp)
+    ]
+    needed, free = rows + 2 * max(caches), _memory_available()
+    if free is not None and needed > free:
+        raise OptionError(
+            f"this round trip needs about {needed / 2**30:.1f} GiB and {free / 2**30:.1f} are "
+            "free; lower --blocks"
+        )
+
+
+def _slots_of(blocks: int, groups: Iterable[str]) -> dict[str, list[int]]:
+    """Group -> its slots, scattered over the pool; the same on every rank."""
+    names = list(groups)
+    shuffled = np.random.default_rng(_SEED).permutation(blocks * len(names)).tolist()
+    return {name: shuffled[i * blocks : (i + 1) * blocks] for i, name in enumerate(names)}
+
+
+def _ranks(
+    context: PolicyContext, plugins: PluginSet, pool: HostPool
+) -> Iterator[tuple[SimulatedRank, Connector]]:
+    """Every rank in turn, with its own tensors, registered."""
+    for rank in context.grid.ranks():
+        own = attrs.evolve(context, rank=rank.rank)
+        with Connector(own, plugins, host=pool) as connector:
+            engine = SimulatedRank(own, connector.decision)
+            engine.clear()
+            connector.register(engine.caches)
+            yield engine, connector
+
+
+def _store(
+    context: PolicyContext,
+    plugins: PluginSet,
+    pool: HostPool,
+    blocks: int,
+    step: Callable[[str], None],
+) -> _Side:
+    side = _Side()
+    for engine, connector in _ranks(context, plugins, pool):
+        rank = engine.context.rank
+        slots = _slots_of(blocks, connector.formats)
+        for group, layers in engine.groups():
+            block_ids = _block_ids(context, rank, blocks)
+            for name in layers:
+                engine.fill(name, block_ids, range(blocks))
+            side.wait(connector, connector.store(block_ids, slots[group], group), "store", rank)
+        step(f"stored rank {rank + 1} of {context.grid.size}")
+    return side
+
+
+def _load(
+    context: PolicyContext,
+    plugins: PluginSet,
+    pool: HostPool,
+    blocks: int,
+    step: Callable[[str], None],
+) -> _Side:
+    side = _Side()
+    for engine, connector in _ranks(context, plugins, pool):
+        rank = engine.context.rank
+        slots = _slots_of(blocks, connector.formats)
+        for group, layers in engine.groups():
+            block_ids = _block_ids(context, rank + context.grid.size, blocks)
+            side.wait(connector, connector.load(slots[group], block_ids, group), "load", rank)
+            for name in layers:
+                side.mismatched += engine.mismatches(name, block_ids, range(blocks))
+                side.changed += engine.changed(name, block_ids)
+        step(f"loaded rank {rank + 1} of {context.grid.size}")
+    return side
+
+
+def _block_ids(context: PolicyContext, seed: int, blocks: int) -> list[int]:
+    """Scattered block ids, others on every rank: a slot does not care where a block lies."""
+    shuffled = np.random.default_rng((_SEED, seed)).permutation(context.geometry.num_blocks)
+    return [int(block) for block in shuffled[:blocks]]
+
+
+def _reference_seconds(count: int) -> float:
+    """Seconds of one large copy of that many bytes, the best of three."""
+    chunk = min(count, _REFERENCE_BYTES)
+    source, target = np.ones(chunk, dtype=np.uint8), np.zeros(chunk, dtype=np.uint8)
+    target[...] = 1
+    best = math.inf
+    for _ in range(3):
+        begun = time.perf_counter()
+        np.copyto(target, source)
+        best = min(best, time.perf_counter() - begun)
+    return best * count / chunk
+
+
+def _ratio(side: _Side) -> float | None:
+    """The speed against one large copy of the same bytes; None if nothing moved."""
+    if not side.bytes or not side.seconds:
+        return None
+    return round(_reference_seconds(side.bytes) / side.seconds, 3)

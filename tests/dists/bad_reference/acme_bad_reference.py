@@ -1,0 +1,1 @@
+"""Its entry point is no reference to an object."""

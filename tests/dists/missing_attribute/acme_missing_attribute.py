@@ -1,0 +1,1 @@
+"""Its entry point names an object that the module does not have."""

@@ -1,0 +1,3 @@
+"""An entry point that leads to a number."""
+
+policy = 42

@@ -1,0 +1,3 @@
+"""A script, published as a plugin."""
+
+raise SystemExit("usage: acme COMMAND")
