@@ -142,14 +142,18 @@ def _proved(
             f"{spec.kernel_block_size}; choose sizes of which one divides the other",
         )
     local_boxes: set[Box] = set()
-    writers: dict[int, set[Box]] = {}
+    writers: dict[int, list[Box]] = {}
     for mapping in mappings:
         local_boxes.add(attrs.evolve(mapping.box, to_offset=0))
-        writers.setdefault(mapping.writer_index, set()).add(mapping.box)
+        writers.setdefault(mapping.writer_index, []).append(mapping.box)
     local_bytes, whole_bytes = mappings[0].local_page_bytes, mappings[0].canonical_page_bytes
-    proofs = [boxes_tile([b.inverse()], local_bytes) for b in local_boxes]
-    # Ranks that hold the same bytes share a box; each writer's set is the same set, proved once.
-    proofs += [boxes_tile(list(b), whole_bytes) for b in {*map(frozenset, writers.values())}]
+    proofs: list[bool | Refusal] = [
+        sorted(writers) == list(range(mappings[0].num_writers))
+        and len({(m.num_writers, m.canonical_page_bytes) for m in mappings}) == 1
+    ]
+    proofs += [boxes_tile([b.inverse()], local_bytes) for b in local_boxes]
+    # Each writer's ranks hold the same boxes in the same order: most often one proof for all.
+    proofs += [boxes_tile(b, whole_bytes) for b in {*map(tuple, writers.values())}]
     for proof in proofs:
         if isinstance(proof, Refusal):
             return proof

@@ -40,7 +40,9 @@ def _options(value: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _plain(value: str) -> str:
     if not isinstance(value, str):
-        raise OptionError(f"dtype, encoding and a backend are given by name, not {type(value).__name__} {value!r}")
+        raise OptionError(
+            f"dtype, encoding and a backend are given by name, not {type(value).__name__} {value!r}"
+        )
     return value.strip().removeprefix("torch.")
 
 

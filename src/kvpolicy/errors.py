@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import attrs
@@ -178,19 +178,40 @@ class PolicyConflictError(KVPolicyError, RuntimeError):
 
     code = "conflict"
 
-    def __init__(
-        self, message: str, plugin_names: Iterable[str] = (), priority: int = 0
-    ) -> None:
+    def __init__(self, message: str, plugin_names: Iterable[str] = (), priority: int = 0) -> None:
         super().__init__(message)
         self.plugin_names = tuple(sorted(plugin_names))
         self.priority = priority
 
 
+def span_of(names: Sequence[str]) -> str:
+    """One name, or the first and last of several with their number.
+
+    ``model.layers.0-47.attn (48 layers)``, where only a number tells them apart.
+    """
+    first, last = names[0], names[-1]
+    if len(names) == 1:
+        return first
+    one, other = re.split(r"(\d+)", first), re.split(r"(\d+)", last)
+    apart = [i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]]
+    if len(one) == len(other) and len(apart) == 1 and one[apart[0]].isdigit():
+        one[apart[0]] += f"-{other[apart[0]]}"
+        return f"{''.join(one)} ({len(names)} layers)"
+    return f"{first} ... {last} ({len(names)} layers)"
+
+
+def _alike(refusals: Mapping[str, Refusal]) -> list[str]:
+    """A line for each reason, with the layers that share it."""
+    layers: dict[Refusal, list[str]] = {}
+    for name, why in refusals.items():
+        layers.setdefault(why, []).append(name)
+    return [f"  {span_of(names)}: {why}" for why, names in layers.items()]
+
+
 class _WithRefusals(KVPolicyError, RuntimeError):
     def __init__(self, message: str, refusals: Mapping[str, Refusal] | None = None) -> None:
         self.refusals: Mapping[str, Refusal] = dict(refusals or {})
-        lines = [message, *(f"  {name}: {why}" for name, why in self.refusals.items())]
-        super().__init__("\n".join(lines))
+        super().__init__("\n".join([message, *_alike(self.refusals)]))
         self.message = message
 
 

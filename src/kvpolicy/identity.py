@@ -113,8 +113,8 @@ def group_format(
 
 
 def format_id(formats: Mapping[str, GroupFormat]) -> str:
-    """The digest over all groups, in the model's order."""
-    return digest([one.format_id for one in formats.values()])
+    """The digest over all groups, whatever the order in which they are given."""
+    return digest(sorted(one.format_id for one in formats.values()))
 
 
 def fingerprint(

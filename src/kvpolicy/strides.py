@@ -98,6 +98,15 @@ def _in_order(strides: Mapping[str, int], row: PageShape, itemsize: int) -> bool
     return half >= half_page and half % head_page == 0
 
 
+def _read(strides: Mapping[str, int], row: PageShape) -> tuple[int, int, int]:
+    """The byte strides of halves, heads and tokens; an axis that is not named is dense."""
+    return (
+        strides.get("K", row.half_stride),
+        strides.get("H", row.head_stride),
+        strides.get("N", row.token_stride),
+    )
+
+
 def _fits(
     facts: TensorFacts, spec: LayerSpec, row: PageShape, row_bytes: int
 ) -> list[dict[str, int]]:
@@ -152,9 +161,16 @@ def page_of_tensor(
         return Refusal("shape-contradicts-spec", f"{found}, {expected}{hint}")
     row_stride = facts.strides[0] if rows > 1 else row.page_bytes + spec.page_padding // ratio
     named = _fits(facts, spec, row, row.row_bytes)
-    strides = next((s for s in named if _in_order(s, row, facts.itemsize)), None)
+    readings = {_read(s, row) for s in named if _in_order(s, row, facts.itemsize)}
+    if len(readings) > 1:
+        return Refusal(
+            "stride-contradicts-layout",
+            f"{found} and strides {list(facts.strides)} B, which tell the 2 halves and the 2 heads "
+            "apart in two ways; allocate each page as one run of bytes",
+        )
+    strides = next(iter(readings), None)
     if strides is None and _is_raw_page(facts, spec, row, ratio):
-        strides = {}
+        strides = _read({}, row)
     if strides is None:
         if named:
             return Refusal(
@@ -164,7 +180,10 @@ def page_of_tensor(
                 "layout and its padding",
             )
         bare = row.row_bytes - (1 if spec.split else 2) * spec.scale_bytes
-        if spec.scale_bytes and _fits(facts, spec, attrs.evolve(row, row_bytes=bare), bare):
+        short = attrs.evolve(row, row_bytes=bare)
+        if spec.scale_bytes and (
+            _fits(facts, spec, short, bare) or _is_raw_page(facts, spec, short, ratio)
+        ):
             return Refusal(
                 "scale-does-not-fit",
                 f"rows of {bare} B in memory cannot hold the spec's rows of {row.row_bytes} B with "
@@ -178,9 +197,7 @@ def page_of_tensor(
             shape,
             ratio,
             row_stride,
-            strides.get("K", row.half_stride),
-            strides.get("H", row.head_stride),
-            strides.get("N", row.token_stride),
+            *strides,
         ),
     )
     return _checked(page, spec, layout, num_blocks, ratio)

@@ -17,7 +17,8 @@ from kvpolicy.cli.options import (
     engine_of,
     plugins_of,
 )
-from kvpolicy.cli.output import Output, size, span_of, table
+from kvpolicy.cli.output import Output, size, table
+from kvpolicy.errors import span_of
 from kvpolicy.models import load_config
 
 _EXAMPLE = """\

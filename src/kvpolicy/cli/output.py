@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -14,6 +13,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvpolicy.errors import KVPolicyError, Refusal
+
+
+_PAGE_COLUMNS = 110
 
 
 @attrs.frozen
@@ -31,7 +33,8 @@ class Output:
         if self.json:
             self._dump(value)
         else:
-            people(Console(highlight=False, soft_wrap=False))
+            # Away from a terminal, wide enough for a layer's whole name.
+            people(Console(highlight=False, width=None if sys.stdout.isatty() else _PAGE_COLUMNS))
 
     def error(self, error: KVPolicyError) -> None:
         """Prints an error with every reason; in JSON beside what is known so far."""
@@ -43,10 +46,7 @@ class Output:
             ]
             told = {"code": error.code, "message": str(error), "refusals": listed}
             self._dump({**(error.explanation or {}), "error": told})
-        head = getattr(error, "message", str(error))
-        lines = [f"kvpolicy: {head}"]
-        lines += [f"  {names}: {why}" for names, why in by_value(refusals)]
-        print("\n".join(lines), file=sys.stderr)
+        print(f"kvpolicy: {error}", file=sys.stderr)
 
     def warn(self, sentence: str) -> None:
         """One line on standard error."""
@@ -55,30 +55,6 @@ class Output:
     def _dump(self, value: Mapping[str, Any]) -> None:
         json.dump(value, sys.stdout, indent=2, ensure_ascii=False)
         sys.stdout.write("\n")
-
-
-def by_value(items: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Names with equal values together (see `span_of`)."""
-    groups: dict[Any, list[str]] = {}
-    for name, value in items.items():
-        groups.setdefault(value, []).append(name)
-    return [(span_of(names), value) for value, names in groups.items()]
-
-
-def span_of(names: Sequence[str]) -> str:
-    """One name, or the first and last of several with their number.
-
-    ``model.layers.0-47.attn (48 layers)``, where only a number tells them apart.
-    """
-    first, last = names[0], names[-1]
-    if len(names) == 1:
-        return first
-    head = os.path.commonprefix([first, last]).rstrip("0123456789")
-    tail = os.path.commonprefix([first[::-1], last[::-1]])[::-1].lstrip("0123456789")
-    numbers = [name[len(head) : len(name) - len(tail)] for name in (first, last)]
-    if all(number.isdigit() for number in numbers):
-        return f"{head}{numbers[0]}-{numbers[1]}{tail} ({len(names)} layers)"
-    return f"{first} ... {last} ({len(names)} layers)"
 
 
 def table(*columns: str, rows: Iterable[Sequence[object]], title: str = "") -> Table:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 
 from kvpolicy.hooks import hookimpl
 
@@ -73,18 +72,22 @@ class HostCopy:
 
 def _pair(copy: PlannedCopy, rows: Bytes, num_blocks: int) -> tuple[Bytes, Bytes]:
     """Blocks and rows as arrays of shape (blocks or slots, *dims, size)."""
-    counts = [dim.times for dim in copy.box.dims]
-    size = copy.box.size
-    memory = copy.storage.numpy()[copy.offset + copy.box.from_offset :]
-    blocks = as_strided(
-        memory,
+    dims, size = copy.box.dims, copy.box.size
+    counts = [dim.times for dim in dims]
+    # This constructor checks that the view stays inside its buffer.
+    blocks: Bytes = np.ndarray(
         (num_blocks, *counts, size),
-        (copy.block_stride, *(dim.from_stride for dim in copy.box.dims), 1),
+        np.uint8,
+        copy.storage.numpy(),
+        copy.offset + copy.box.from_offset,
+        (copy.block_stride, *(dim.from_stride for dim in dims), 1),
     )
-    held = as_strided(
-        rows.reshape(-1)[copy.box.to_offset :],
+    held: Bytes = np.ndarray(
         (rows.shape[0], *counts, size),
-        (rows.strides[0], *(dim.to_stride for dim in copy.box.dims), 1),
+        np.uint8,
+        rows.reshape(-1),
+        copy.box.to_offset,
+        (rows.strides[0], *(dim.to_stride for dim in dims), 1),
     )
     return blocks, held
 
