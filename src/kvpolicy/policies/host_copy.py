@@ -103,12 +103,14 @@ def _copy(job: TransferJob, views: tuple[Views, ...], begun: float) -> TransferR
         whole = 0
         try:
             for block, slot, length in part.spans():
+                # A span of one is an index: numpy copies it faster than a slice.
+                there = slot if length == 1 else slice(slot, slot + length)
+                here = block if length == 1 else slice(block, block + length)
                 for blocks, rows in pairs:
-                    there, here = rows[slot : slot + length], blocks[block : block + length]
                     if storing:
-                        np.copyto(there, here)
+                        np.copyto(rows[there], blocks[here])
                     else:
-                        np.copyto(here, there)
+                        np.copyto(blocks[here], rows[there])
                 whole += length
         except Exception as raised:  # noqa: BLE001  whatever it is, it becomes the result
             error = f"{type(raised).__name__}: {raised}"
