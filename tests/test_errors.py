@@ -126,6 +126,22 @@ def test_refusals_are_listed_a_line_each():
     assert error.explanation is None
 
 
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        (["a"], "a"),
+        (["m.0.attn", "m.1.attn", "m.2.attn"], "m.0-2.attn (3 layers)"),
+        (["a", "b", "c"], "a ... c (3 layers)"),
+        (["m.0.attn", "m.1.mlp"], "m.0.attn ... m.1.mlp (2 layers)"),
+    ],
+)
+def test_layers_refused_for_one_reason_share_a_line(names, shown):
+    refusals = {**dict.fromkeys(names, Refusal("x", "Y.")), "other": Refusal("x", "Z.")}
+    error = errors.RegistrationError("m", refusals)
+    assert str(error).splitlines() == ["m", f"  {shown}: x: Y.", "  other: x: Z."]
+    assert error.refusals == refusals  # and each layer keeps its own
+
+
 def test_format_differences_are_listed_a_line_each():
     error = errors.FormatMismatchError("no", ["dtype: stored 'a', wanted 'b'"])
     assert str(error).splitlines() == ["no", "  dtype: stored 'a', wanted 'b'"]

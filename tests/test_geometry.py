@@ -139,7 +139,7 @@ def test_split_halves_of_different_size_are_refused_with_what_to_do():
 )
 def test_sizes_whose_page_no_offset_can_count_are_refused(make):
     """Every offset of a page and of 4,096 ranks' pages must fit a 64-bit number."""
-    with pytest.raises(GeometryError, match=r"declares a page of .* B; a page has at most"):
+    with pytest.raises(GeometryError, match=r"declares a page of .* B \(.*\); a page has at most"):
         make()
 
 

@@ -526,3 +526,400 @@ def dense_page(engine: Engine, rows: dict[str, Row], name: str, place: Place, re
     tokens = place.tokens(engine.block, engine.grid)
     mine = held[:, place.heads(row, engine.grid)][:, :, tokens]
     return (mine if engine.order == HND else mine.transpose(0, 2, 1, 3)).tobytes()
+
+
+# Worked examples. A letter is a (head, token): lower case its K byte, upper case its V byte.
+
+
+def engine_of(tp: int, **changes: object) -> Engine:
+    known = {
+        "grid": kv.ParallelGrid(tp=tp),
+        "stages": (1,),
+        "block": 2,
+        "kernel": 2,
+        "padding": 0,
+        "physical": "LBHNC",
+        "num_blocks": 3,
+    }
+    return Engine(**{**known, **changes})
+
+
+def letters(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def test_worked_example_two_heads_of_two_tokens_stored_at_tp1_and_loaded_at_tp2() -> None:
+    """Heads 0, 1 and tokens 0, 1: aA is head 0 token 0, bB head 0 token 1, cC and dD head 1."""
+    spec = kv.AttentionSpec(block_size=2, total_kv_heads=2, head_size=1, itemsize=1)
+    geometry = kv.CacheGeometry(layers={"l": spec}, num_blocks=2)
+    pool = kv.HostPool(1)
+
+    def connector(tp: int, rank: int, layout: str, cache: torch.Tensor) -> kv.Connector:
+        context = kv.PolicyContext(
+            geometry=geometry,
+            grid=kv.ParallelGrid(tp=tp),
+            rank=rank,
+            layout=layout,
+            canonical=True,
+            canonical_order=NHD,
+        )
+        made = kv.Connector(context, builtins(), host=pool)
+        made.register({"l": cache})
+        return made
+
+    whole = torch.zeros(2, 8, dtype=torch.uint8)
+    whole[1] = letters("aAbBcCdD")  # HND: head by head
+    one = connector(1, 0, HND, whole)
+    done(one, one.store([1], [0]))
+    assert pool.rows[0, :8].numpy().tobytes() == b"aAcCbBdD"  # NHD: token by token
+
+    for rank, held in enumerate([b"aAbB", b"cCdD"]):
+        part = torch.zeros(2, 4, dtype=torch.uint8)
+        two = connector(2, rank, HND, part)
+        done(two, two.load([0], [0]))
+        assert part.numpy().tobytes() == held + bytes(4)
+
+
+def test_worked_example_split_halves_keep_their_places() -> None:
+    """The K half, then the V half, each token by token: TP2 rank 1 holds head 1 of both."""
+    spec = kv.AttentionSpec(
+        block_size=2, total_kv_heads=2, head_size=1, itemsize=1, kv_packing="split"
+    )
+    context = kv.PolicyContext(
+        geometry=kv.CacheGeometry(layers={"l": spec}, num_blocks=1),
+        grid=kv.ParallelGrid(tp=2),
+        rank=1,
+        layout=NHD,
+        canonical=True,
+    )
+    pool = sentinel_pool(1, 8)
+    connector = kv.Connector(context, builtins(), host=pool)
+    connector.register({"l": letters("cdCD").view(1, 2, 2, 1, 1)})  # [block, half, token, head, C]
+    done(connector, connector.store([0], [0]))
+    hole = chr(SENTINEL)  # head 0 is rank 0's to write
+    found = pool.rows[0, :8].numpy().tobytes().decode("latin-1")
+    assert found == f"{hole}c{hole}d{hole}C{hole}D"
+
+
+@pytest.mark.parametrize(
+    ("layout", "stored"),
+    [(HND, "aAbBcCdDeEfFgGhH"), (NHD, "aAeEbBfFcCgGdDhH")],
+)
+def test_c10_a_page_of_two_kernel_blocks_is_stored_like_an_unsplit_one(
+    layout: str, stored: str
+) -> None:
+    """C10: 2 heads, block 4, kernel block 2: memory has both heads' tokens 0, 1, then 2, 3."""
+    spec = kv.AttentionSpec(
+        block_size=4, total_kv_heads=2, head_size=1, itemsize=1, kernel_block_size=2
+    )
+    context = kv.PolicyContext(
+        geometry=kv.CacheGeometry(layers={"l": spec}, num_blocks=4),
+        layout=layout,
+        canonical=True,
+    )
+    pool = kv.HostPool(1)
+    connector = kv.Connector(context, builtins(), host=pool)
+    cache = torch.zeros(8, 2, 2, 2, dtype=torch.uint8)  # 8 rows: block 3 is rows 6 and 7
+    if layout == HND:
+        cache[6], cache[7] = letters("aAbBeEfF").view(2, 2, 2), letters("cCdDgGhH").view(2, 2, 2)
+    else:
+        cache[6], cache[7] = letters("aAeEbBfF").view(2, 2, 2), letters("cCgGdDhH").view(2, 2, 2)
+    connector.register({"l": cache})
+    done(connector, connector.store([3], [0]))
+    assert pool.rows[0, :16].numpy().tobytes() == stored.encode()
+
+
+# Cases met in the field.
+
+
+def attention(**changes: object) -> kv.AttentionSpec:
+    known = {"block_size": 16, "total_kv_heads": 2, "head_size": 128, "itemsize": 2}
+    return kv.AttentionSpec(**{**known, **changes})
+
+
+@pytest.mark.parametrize("order", [HND, NHD])
+def test_c16_c15_a_canonical_record_is_the_same_65536_bytes_at_tp_1_2_4_and_8(order: str) -> None:
+    """C16, and the second half of C15: one format id, one record, whichever TP stored it."""
+    rows = {f"l{i}": Row("packed", 2, 128, 128, 2) for i in range(4)}
+    record = b"".join(canonical_page(rows[f"l{i}"], i, 5, 16, order) for i in range(4))
+    assert len(record) == 65_536
+    ids = set()
+    for tp in (1, 2, 4, 8):
+        engine = engine_of(tp, stages=(4,), block=16, kernel=16, num_blocks=2)
+        pool = sentinel_pool(2, 65_536)
+        world = World.make(engine, rows, pool, canonical=True, canonical_order=order)
+        world.write(list(rows), [1], [5])
+        world.store([1], [0])
+        assert world.connectors[0].record_bytes == 65_536
+        np.testing.assert_array_equal(pool.rows.numpy(), expected_rows(pool, {0: record}))
+        ids |= {connector.format_id for connector in world.connectors}
+    assert len(ids) == 1
+
+
+def test_c15_private_records_of_different_grids_never_share_a_format_id() -> None:
+    grids = [
+        kv.ParallelGrid(),
+        kv.ParallelGrid(tp=2),
+        kv.ParallelGrid(tp=4),
+        kv.ParallelGrid(tp=4, dcp=2),
+        kv.ParallelGrid(tp=4, dcp=2, cp_interleave=2),
+        kv.ParallelGrid(tp=2, pcp=2),
+        kv.ParallelGrid(tp=2, pp=2),
+    ]
+    ids: dict[str, set[str]] = {"private": set(), "slab": set(), "canonical": set()}
+    for grid in grids:
+        # The span is the same 32 tokens everywhere, so that the grid alone differs.
+        spec = attention(block_size=32 // (grid.dcp * grid.pcp))
+        geometry = kv.CacheGeometry(layers={"a": spec, "b": spec}, num_blocks=2)
+        wishes = {
+            "private": {},
+            "slab": {"backend": kv.BackendCapabilities(stride_aware=True)},
+            "canonical": {"canonical": True},
+        }
+        for form, wish in wishes.items():
+            of_ranks = {
+                kv.Connector(
+                    kv.PolicyContext(geometry=geometry, grid=grid, rank=r, **wish), builtins()
+                ).format_id
+                for r in range(grid.size)
+            }
+            assert len(of_ranks) == 1  # never the rank
+            ids[form] |= of_ranks
+    assert len(ids["private"] | ids["slab"]) == 2 * len(grids)
+    assert len(ids["canonical"]) == 1
+    assert not ids["canonical"] & (ids["private"] | ids["slab"])
+
+
+@pytest.mark.parametrize(
+    ("heads", "tp"),
+    [(8, 16), (2, 4), (1, 4), (4, 4)],
+    ids=["8-at-16", "2-at-4", "1-at-4", "4-at-4"],
+)
+def test_c17_each_block_of_each_head_has_exactly_one_writer(heads: int, tp: int) -> None:
+    """C17: every rank's cache holds its own number, so a record shows who wrote which head."""
+    spec = attention(total_kv_heads=heads, block_size=4, head_size=3)
+    geometry = kv.CacheGeometry(layers={"l": spec}, num_blocks=8)
+    pool = sentinel_pool(8, heads * 4 * spec.row_bytes)
+    for rank in range(tp):
+        context = kv.PolicyContext(
+            geometry=geometry, grid=kv.ParallelGrid(tp=tp), rank=rank, canonical=True
+        )
+        connector = kv.Connector(context, builtins(), host=pool)
+        connector.register(
+            {"l": torch.full((8, max(1, heads // tp), 4, spec.row_bytes), rank, dtype=torch.uint8)}
+        )
+        done(connector, connector.store(range(8), range(8)))
+    replicas = max(1, tp // heads)
+    for slot, head in itertools.product(range(8), range(heads)):
+        page = pool.rows[slot, : heads * 4 * spec.row_bytes].view(heads, -1)
+        assert set(page[head].tolist()) == {head * replicas + slot % replicas}
+
+
+def test_c18_a_replicated_latent_has_one_writer_and_each_rank_writes_its_own_state() -> None:
+    """C18: also, state is kept per rank and says so, and another grid cannot load it."""
+    geometry = kv.CacheGeometry(
+        layers={
+            "mla": kv.LatentSpec(block_size=4, row_bytes=6),
+            "ssm": kv.StateSpec(state_bytes=10, page_padding=2),
+        },
+        num_blocks=4,
+    )
+    pool = sentinel_pool(8, 24)
+
+    def world(tp: int) -> list[tuple[kv.Connector, torch.Tensor, torch.Tensor]]:
+        made = []
+        for rank in range(tp):
+            context = kv.PolicyContext(
+                geometry=geometry, grid=kv.ParallelGrid(tp=tp), rank=rank, canonical=True
+            )
+            connector = kv.Connector(context, builtins(), host=pool)
+            latent = torch.full((4, 4, 6), 16 + rank, dtype=torch.uint8)
+            state = torch.full((4, 12), SENTINEL, dtype=torch.uint8)
+            state[:, :10] = torch.arange(10) + 32 * (rank + 1)
+            connector.register({"mla": latent, "ssm": state})
+            made.append((connector, latent, state))
+        return made
+
+    two = world(2)
+    for connector, _, _ in two:
+        done(connector, connector.store([2, 3], [0, 1], "latent"))
+        done(connector, connector.store([1], [5], "state"))
+    assert set(pool.rows[0, :24].tolist()) == {16}  # slot 0: rank 0
+    assert set(pool.rows[1, :24].tolist()) == {17}  # slot 1: rank 1
+    assert pool.rows[5, :24].tolist() == [*range(32, 42), *range(64, 74), *[SENTINEL] * 4]
+
+    portable = {layer["name"]: layer["portable"] for layer in two[0][0].explain()["layers"]}
+    assert portable == {"mla": True, "ssm": False}
+
+    for rank, (connector, _, state) in enumerate(world(2)):
+        state.fill_(SENTINEL)
+        done(connector, connector.load([5], [3], "state"))
+        assert state[3].tolist() == [*(32 * (rank + 1) + i for i in range(10)), *[SENTINEL] * 2]
+        assert set(state[:3].flatten().tolist()) == {SENTINEL}
+
+    (connector, latent, state), *_ = four = world(4)
+    with pytest.raises(kv.FormatMismatchError, match="tp: stored 2, wanted 4"):
+        connector.load([5], [0], "state")
+    done(connector, connector.load([0, 1], [0, 1], "latent"))  # the latent is portable
+    assert set(latent[0].flatten().tolist()) == {16}
+    assert state[0, :10].tolist() == list(range(32, 42))  # untouched
+    assert four[0][0].format_id != two[0][0].format_id
+
+
+@pytest.mark.parametrize("other", [(44,), (21, 23), (30, 14), (1, 42, 1)], ids=str)
+def test_c19_records_do_not_depend_on_the_stages_and_layers_pair_by_name(
+    other: tuple[int, ...],
+) -> None:
+    """C19: stages of 21 + 23 layers make the records of one stage, and any stages load them."""
+    rows = {f"model.layers.{i}.self_attn.attn": Row("packed", 2, 2, 2, 1) for i in range(44)}
+    record = b"".join(canonical_page(row, i, 3, 2, HND) for i, row in enumerate(rows.values()))
+    pool = sentinel_pool(1, len(record))
+
+    def world(stages: tuple[int, ...]) -> World:
+        engine = engine_of(2, grid=kv.ParallelGrid(tp=2, pp=len(stages)), stages=stages)
+        return World.make(engine, rows, pool, canonical=True)
+
+    writer = world((21, 23))
+    assert next(iter(writer.caches[2].engine)) == "model.layers.21.self_attn.attn"
+    writer.write(list(rows), [2], [3])
+    writer.store([2], [0])
+    np.testing.assert_array_equal(pool.rows.numpy(), expected_rows(pool, {0: record}))
+    reader = world(other)
+    assert reader.connectors[0].format_id == writer.connectors[0].format_id
+    reader.load([0], [1])
+    assert reader.bytes() == reader.as_it_should_be([(list(rows), [1], [3])])
+
+
+@pytest.mark.parametrize("interleave", [1, 2, 16])
+def test_c20_601_tokens_at_dcp2_are_18_full_blocks_of_32_tokens(interleave: int) -> None:
+    """C20: a sequence is written by its tokens' places, stored, and read back without DCP."""
+    sequence = scrambled(np.arange(601 * 4)).reshape(601, 4)
+    pool = kv.HostPool(20)
+
+    def connectors(block: int, grid: kv.ParallelGrid) -> list[tuple[kv.Connector, torch.Tensor]]:
+        spec = kv.LatentSpec(block_size=block, row_bytes=4)
+        geometry = kv.CacheGeometry(layers={"mla": spec}, num_blocks=20)
+        found = []
+        for rank in range(grid.size):
+            context = kv.PolicyContext(geometry=geometry, grid=grid, rank=rank, canonical=True)
+            connector = kv.Connector(context, builtins(), host=pool)
+            cache = torch.full((20, block, 4), SENTINEL, dtype=torch.uint8)
+            connector.register({"mla": cache})
+            found.append((connector, cache))
+        return found
+
+    dcp = connectors(16, kv.ParallelGrid(tp=2, dcp=2, cp_interleave=interleave))
+    for token, row in enumerate(sequence):
+        block, inside = divmod(token, 32)
+        chunk, rest = divmod(inside, interleave)
+        _, cache = dcp[chunk % 2]
+        cache[block, chunk // 2 * interleave + rest] = torch.from_numpy(row)
+    full = len(sequence) // (16 * 2)
+    assert full == 18
+    for connector, _ in dcp:
+        done(connector, connector.store(range(full), range(full)))
+    ((connector, cache),) = connectors(32, kv.ParallelGrid())
+    done(connector, connector.load(range(full), range(full)))
+    np.testing.assert_array_equal(cache.view(-1, 4)[:576].numpy(), sequence[:576])
+    assert (cache.view(-1, 4)[576:] == SENTINEL).all()
+
+
+def test_c20_every_rank_and_role_resolves_the_interleave_alike() -> None:
+    """C20: at cp 1 the interleave means nothing; beyond, every rank says the same."""
+
+    def identities(grid: kv.ParallelGrid, canonical: bool) -> tuple[set[str], set[str]]:
+        spec = kv.LatentSpec(block_size=8, row_bytes=4)
+        geometry = kv.CacheGeometry(layers={"mla": spec}, num_blocks=2)
+        made = [
+            kv.Connector(
+                kv.PolicyContext(geometry=geometry, grid=grid, rank=rank, canonical=canonical),
+                builtins(),
+            )
+            for rank in range(grid.size)
+        ]
+        return {c.format_id for c in made}, {c.fingerprint for c in made}
+
+    for canonical in (False, True):
+        plain, ignored, one, four = (
+            identities(grid, canonical)
+            for grid in (
+                kv.ParallelGrid(tp=2),
+                kv.ParallelGrid(tp=2, cp_interleave=4),
+                kv.ParallelGrid(tp=2, dcp=2),
+                kv.ParallelGrid(tp=2, dcp=2, cp_interleave=4),
+            )
+        )
+        assert all(len(ids) == 1 for found in (plain, ignored, one, four) for ids in found)
+        assert plain == ignored
+        assert one[1] != four[1]  # peers of one engine must agree on it
+        assert (one[0] == four[0]) == canonical  # canonical bytes do not depend on it
+
+
+# Formats that differ.
+
+
+def differing() -> dict[str, tuple[dict, dict, str]]:
+    """Change -> (spec, context, the field that must be named), against the plain canonical one."""
+    return {
+        "head size": ({"head_size": 64}, {}, r"layers\[0\]\.head_size: stored 128, wanted 64"),
+        "value size": ({"v_head_size": 64}, {}, r"v_head_size: stored 128, wanted 64"),
+        "heads": ({"total_kv_heads": 4}, {}, "total_kv_heads: stored 2, wanted 4"),
+        "item size": ({"itemsize": 1}, {}, "itemsize: stored 2, wanted 1"),
+        "packing": ({"kv_packing": "split"}, {}, "kv_packing: stored 'packed', wanted 'split'"),
+        "scales": ({"scale_bytes": 4}, {}, "scale_bytes: stored 0, wanted 4"),
+        "tokens": ({"block_size": 8}, {}, "tokens: stored 16, wanted 8"),
+        "order": ({}, {"canonical_order": NHD}, "order: stored 'LBHNC', wanted 'LBNHC'"),
+        "dtype": ({}, {"dtype": "float16"}, "dtype: stored 'bfloat16', wanted 'float16'"),
+        "encoding": ({}, {"encoding": "nvfp4"}, "encoding: stored '', wanted 'nvfp4'"),
+        "form": ({}, {"canonical": False}, "form: stored 'canonical', wanted 'private'"),
+    }
+
+
+@pytest.mark.parametrize("change", differing())
+def test_a_load_under_another_format_is_refused_and_the_field_is_named(change: str) -> None:
+    spec_changes, wishes, named = differing()[change]
+    pool = kv.HostPool(2, record_bytes=65_536)
+
+    def connector(spec: kv.AttentionSpec, **wishes: object) -> tuple[kv.Connector, torch.Tensor]:
+        context = kv.PolicyContext(
+            **{
+                "geometry": kv.CacheGeometry(layers={"l": spec}, num_blocks=2),
+                "canonical": True,
+                "dtype": "bfloat16",
+                **wishes,
+            }
+        )
+        made = kv.Connector(context, builtins(), host=pool)
+        cache = torch.full(
+            (2, 2 if spec.split else 1, spec.total_kv_heads, spec.block_size, spec.row_bytes),
+            SENTINEL,
+            dtype=torch.uint8,
+        )
+        made.register({"l": cache})
+        return made, cache
+
+    one, _ = connector(attention())
+    done(one, one.store([0], [1]))
+    other, cache = connector(attention(**spec_changes), **wishes)
+    with pytest.raises(kv.FormatMismatchError, match=named) as refused:
+        other.load([1], [0])
+    assert any("stored" in line and "wanted" in line for line in refused.value.differences)
+    assert one.format_id != other.format_id
+    assert (cache == SENTINEL).all()
+    assert other.poll() == []
+    done(one, one.load([1], [0]))  # the slot is still there for its own format
+
+
+def test_layers_of_other_names_are_another_format() -> None:
+    pool = kv.HostPool(1)
+    for name in ("l", "m"):
+        geometry = kv.CacheGeometry(layers={name: attention()}, num_blocks=1)
+        connector = kv.Connector(
+            kv.PolicyContext(geometry=geometry, canonical=True), builtins(), host=pool
+        )
+        connector.register({name: torch.zeros(1, 2, 16, 512, dtype=torch.uint8)})
+        if name == "l":
+            done(connector, connector.store([0], [0]))
+        else:
+            with pytest.raises(kv.FormatMismatchError, match="name: stored 'l', wanted 'm'"):
+                connector.load([0], [0])

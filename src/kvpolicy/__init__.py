@@ -137,6 +137,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "models":
+        return importlib.import_module(f"{__name__}.models")
     module = _LAZY.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import attrs
@@ -86,6 +86,24 @@ class Box:
         """``(from_offset, to_offset, size)`` of every run, sorted by the *to* side."""
         frm, to = self.offsets()
         return zip(frm.tolist(), to.tolist(), [self.size] * len(to), strict=True)
+
+
+def joined(runs: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
+    """The same bytes, runs that follow each other on both sides as one.
+
+    A box is merged dimension by dimension. Where a transposition repeats (the two halves of split
+    K/V whose order is converted), the last run of one may still meet the first of the next.
+    """
+    last: tuple[int, int, int] | None = None
+    for frm, to, size in runs:
+        if last is not None and (last[0] + last[2], last[1] + last[2]) == (frm, to):
+            last = (last[0], last[1], last[2] + size)
+            continue
+        if last is not None:
+            yield last
+        last = (frm, to, size)
+    if last is not None:
+        yield last
 
 
 def box(size: int, dims: Iterable[Dim], from_offset: int = 0, to_offset: int = 0) -> Box:

@@ -15,7 +15,7 @@ import torch
 from kvpolicy.canonical import local_heads
 from kvpolicy.context import PolicyContext
 from kvpolicy.errors import OptionError, Refusal
-from kvpolicy.geometry import LayerSpec
+from kvpolicy.geometry import MAX_SIZE, LayerSpec
 from kvpolicy.pages import PageShape, StridedPage, page_shape
 from kvpolicy.strides import TensorFacts, page_of_tensor
 
@@ -68,6 +68,12 @@ class KVCaches:
                 )
         if self.slab is not None and not isinstance(self.slab, torch.Tensor):
             raise OptionError(f"a slab is a torch tensor, not {type(self.slab).__name__}")
+        for name, placement in self.placements.items():
+            if not isinstance(placement, SlabPlacement):
+                raise OptionError(
+                    f"the placement of layer {name!r} is a SlabPlacement, not "
+                    f"{type(placement).__name__}"
+                )
         if self.placements and self.slab is None:
             raise OptionError("placements say where layers lie in a slab, but no slab is given")
         if both := sorted({*self.tensors} & {*self.placements}):
@@ -91,16 +97,22 @@ class KVCaches:
         of layer l and block b begins at ``offset + l*layer_stride + b*block_stride``.
 
         Raises:
-            OptionError: both or neither are given, or the dimension does not count the layers.
+            OptionError: both or neither are given, the dimension does not count the layers, or a
+                layer is named twice.
         """
         names = list(layer_names)
+        if not isinstance(slab, torch.Tensor):
+            raise OptionError(f"a slab is a torch tensor, not {type(slab).__name__}")
+        if len({*names}) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise OptionError(f"layer {twice!r} is named twice")
         if layer_stride is not None and block_stride is not None and layer_dim is None:
             placed = {
                 name: SlabPlacement(offset=offset + i * layer_stride, block_stride=block_stride)
                 for i, name in enumerate(names)
             }
             return cls(slab=slab, placements=placed)
-        if layer_dim is None or layer_stride is not None or block_stride is not None:
+        if layer_dim is None or offset or layer_stride is not None or block_stride is not None:
             raise OptionError(
                 "a slab is cut by layer_dim, or by layer_stride and block_stride in bytes; give "
                 "one way, whole"
@@ -156,7 +168,7 @@ def read_layer(
     num_blocks = context.geometry.num_blocks
     facts = _facts(owner)
     if name in caches.placements:
-        placed = _placed_facts(caches.placements[name], facts, spec, heads, context)
+        placed = _placed_facts(caches, name, facts, spec, heads, context)
         if isinstance(placed, Refusal):
             return placed
         facts = placed
@@ -165,13 +177,15 @@ def read_layer(
 
 
 def _placed_facts(
-    placement: SlabPlacement,
+    caches: KVCaches,
+    name: str,
     slab: TensorFacts,
     spec: LayerSpec,
     heads: int,
     context: PolicyContext,
 ) -> TensorFacts | Refusal:
     """A placed layer as a byte tensor whose rows are (kernel blocks of) dense pages."""
+    placement = caches.placements[name]
     shape = page_shape(spec, heads, spec.block_size, context.layout)
     ratio, rest = divmod(spec.block_size, spec.kernel_block_size)
     stride = placement.block_stride
@@ -183,12 +197,29 @@ def _placed_facts(
         )
     if context.geometry.num_blocks > 1 and stride < shape.page_bytes:
         return _short_cell(spec, shape, "block", stride)
+    if spec.scale_bytes:
+        cell = _cell_bytes(caches.placements, context.geometry.group_of(name).layer_names, name)
+        short = _short_cell(spec, shape, "layer", cell)
+        if cell < shape.page_bytes and short.code == "scale-does-not-fit":
+            return short
     return TensorFacts(
         shape=(context.geometry.num_blocks * ratio, shape.page_bytes // ratio),
         strides=(stride // ratio, 1),
         itemsize=1,
         offset=slab.offset + placement.offset,
     )
+
+
+def _cell_bytes(placements: Mapping[str, SlabPlacement], group: Iterable[str], name: str) -> int:
+    """Bytes from a layer's page to the next one of its group in the slab."""
+    own = placements[name]
+    others = (placements[other] for other in group if other in placements)
+    gaps = (
+        (other.offset - own.offset) % own.block_stride
+        for other in others
+        if own.block_stride and other.block_stride == own.block_stride
+    )
+    return min((gap for gap in gaps if gap), default=MAX_SIZE)
 
 
 def _short_cell(spec: LayerSpec, shape: PageShape, what: str, stride: int) -> Refusal:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import attrs
 
-from kvpolicy.boxes import Box, Dim, box
+from kvpolicy.boxes import Box, Dim, box, joined
 from kvpolicy.errors import Refusal
 from kvpolicy.geometry import LayerSpec, PagedSpec, StateSpec
 from kvpolicy.grid import HeadShards, ParallelGrid, Rank, head_shards
@@ -44,7 +44,7 @@ class PageMapping:
 
     def byte_runs(self) -> Iterable[tuple[int, int, int]]:
         """``(local_offset, canonical_offset, size)``, merged, sorted by canonical offset."""
-        return self.box.runs()
+        return joined(self.box.runs())
 
 
 def local_heads(spec: LayerSpec, grid: ParallelGrid) -> int | Refusal:

@@ -135,12 +135,6 @@ def _proved(
     page = page_in_layout(spec, heads, layout, num_blocks=2)
     if isinstance(page, Refusal):
         return page
-    if compose(page.box, mappings[0].box) is None:
-        return Refusal(
-            "interleave-crosses-kernel-block",
-            f"chunks of cp_interleave {grid.cp_interleave} tokens straddle kernel blocks of "
-            f"{spec.kernel_block_size}; choose sizes of which one divides the other",
-        )
     local_boxes: set[Box] = set()
     writers: dict[int, list[Box]] = {}
     for mapping in mappings:
@@ -163,4 +157,10 @@ def _proved(
                 f"the pages of the {len(mappings)} ranks do not tile the canonical page of "
                 f"{whole_bytes} B exactly once; this is a fault of kvpolicy, please report it",
             )
+    if compose(page.box, mappings[0].box) is None:
+        return Refusal(
+            "interleave-crosses-kernel-block",
+            f"chunks of cp_interleave {grid.cp_interleave} tokens straddle kernel blocks of "
+            f"{spec.kernel_block_size}; choose sizes of which one divides the other",
+        )
     return mappings

@@ -23,6 +23,7 @@ from kvpolicy.errors import (
     ClosedError,
     NoTransferError,
     OptionError,
+    RegistrationError,
     close_names,
 )
 from kvpolicy.hostpool import HostPool, as_pool
@@ -319,10 +320,14 @@ class Connector:
         if self._pool is None:
             return {}
         rank, num_blocks = self.context.rank, self.context.geometry.num_blocks
-        return {
-            name: plan_group(record, registration, rank, num_blocks, self._pool.rows)
-            for name, record in self._started.records.items()
-        }
+        try:
+            return {
+                name: plan_group(record, registration, rank, num_blocks, self._pool.rows)
+                for name, record in self._started.records.items()
+            }
+        except RegistrationError as error:
+            self._started.refused(error)
+            raise
 
     def _record(self, group: str | None) -> GroupRecord:
         records = self._started.records
@@ -357,13 +362,13 @@ class Connector:
                 check_unique(blocks, "block")
             plans = self._plans[record.group.name]
             job = make_job(self._jobs.new_id(), direction, plans, blocks, rows)
-            release = self._claim(record, direction, rows)
-            return self._start(job, release)
+            release, undo = self._claim(record, direction, rows)
+            return self._start(job, release, undo)
 
     def _claim(
         self, record: GroupRecord, direction: Direction, rows: BlockIds
-    ) -> Callable[[frozenset[int]], None]:
-        """Marks the slots in the pool; returns what unmarks them."""
+    ) -> tuple[Callable[[frozenset[int]], None], Callable[[], None]]:
+        """Marks the slots in the pool; returns what unmarks them after a job, and without one."""
         pool, rank = self._pool, self.context.rank
         if pool is None:  # checked by _submit
             raise ClosedError("this connector has no host pool")
@@ -371,12 +376,17 @@ class Connector:
         slots = tuple(dict.fromkeys(rows.tolist()))
         pool.collect()
         if direction == "store":
-            pool.begin_store(slots, fmt, record.topology, rank, record.writers)
-            return lambda lost: pool.end_store(slots, rank, lost)
+            undo = pool.begin_store(slots, fmt, record.topology, rank, record.writers)
+            return lambda lost: pool.end_store(slots, rank, lost), undo
         pool.begin_load(slots, fmt, record.topology, lambda slot: record.sources(rank, slot))
-        return lambda _lost: pool.end_load(slots)
+        return lambda _lost: pool.end_load(slots), lambda: pool.end_load(slots)
 
-    def _start(self, job: TransferJob, release: Callable[[frozenset[int]], None]) -> int:
+    def _start(
+        self,
+        job: TransferJob,
+        release: Callable[[frozenset[int]], None],
+        undo: Callable[[], None],
+    ) -> int:
         begun = time.perf_counter()
         if not job.bytes:
             release(frozenset())
@@ -404,7 +414,7 @@ class Connector:
                     PendingJob(job=job, handle=handle, plugin=name, begun=begun, release=release)
                 )
                 return job.job_id
-        release(everything)
+        undo()
         names = ", ".join(plugin.info.name for plugin in self.plugins.having("transfer")) or "none"
         raise NoTransferError(
             f"no transfer plugin takes a {job.direction} of tensors on {job.device!r}; asked: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -133,11 +134,15 @@ class PolicyContext:
         return canonical_order_of(self.layout, self.canonical_order if self.canonical else None)
 
     @property
+    def stages(self) -> tuple[Mapping[str, LayerSpec], ...]:
+        """The layers of each pipeline stage, in the model's order."""
+        layers = iter(self.geometry.layers.items())
+        return tuple(
+            dict(itertools.islice(layers, count))
+            for count in self.geometry.stages_for(self.grid.pp)
+        )
+
+    @property
     def stage_layers(self) -> Mapping[str, LayerSpec]:
         """The layers of this rank's pipeline stage, in the model's order."""
-        return self.layers_of_stage(self.place.pp_rank)
-
-    def layers_of_stage(self, stage: int) -> Mapping[str, LayerSpec]:
-        """The layers of a pipeline stage, in the model's order."""
-        owners = self.geometry.stage_of(self.grid.pp)
-        return {n: spec for n, spec in self.geometry.layers.items() if owners[n] == stage}
+        return self.stages[self.place.pp_rank]

@@ -33,6 +33,7 @@ class _Slot:
     stored: set[int] = attrs.field(factory=set)
     writing: set[int] = attrs.field(factory=set)
     reading: int = 0
+    stores: int = 0  # how many have begun here
 
 
 class HostPool:
@@ -155,15 +156,19 @@ class HostPool:
         topology: Topology,
         rank: int,
         writers: Sources,
-    ) -> None:
+    ) -> Callable[[], None]:
         """Marks slots as being written by a rank; all of them or none.
 
         A rank that stores a slot which it has already stored begins a new record there: what the
         other ranks stored before no longer counts.
 
+        Returns:
+            What undoes it, instead of `end_store`, where no byte was moved.
+
         Raises:
             PoolError: a slot is being read, or written by this rank or another engine.
         """
+        begun = []
         with self._lock:
             wanted = [(slot, self._slots.setdefault(slot, _Slot())) for slot in slots]
             for slot, state in wanted:
@@ -179,12 +184,25 @@ class HostPool:
                         "it before storing there again"
                     )
             for slot, state in wanted:
+                state.stores += 1
+                begun.append((state, attrs.evolve(state, stored=set(state.stored))))
                 same = state.format == fmt and state.topology == topology
                 if not same or rank in state.stored:
                     state.stored.clear()
                 state.format, state.topology = fmt, topology
                 state.writers = writers(slot)
                 state.writing.add(rank)
+        return lambda: self._undo_store(begun, rank)
+
+    def _undo_store(self, begun: Iterable[tuple[_Slot, _Slot]], rank: int) -> None:
+        with self._lock:
+            for state, before in begun:
+                state.writing.discard(rank)
+                if state.stores != before.stores:
+                    continue  # another rank has joined the new record since
+                state.format, state.topology = before.format, before.topology
+                state.writers = before.writers
+                state.stored |= before.stored
 
     def end_store(self, slots: Iterable[int], rank: int, failed: frozenset[int]) -> None:
         """Undoes the mark; slots that did not fail now hold the rank's part."""

@@ -41,10 +41,9 @@ class PendingJob:
         try:
             if not self.handle.done():
                 return None
-            result = self.handle.result()
+            return self._checked(self.handle.result())
         except Exception as error:  # noqa: BLE001  a plugin may raise anything
             return self._failed(f"raised {type(error).__name__}: {error}")
-        return self._checked(result)
 
     def _failed(self, what: str) -> TransferResult:
         seconds = time.perf_counter() - self.begun

@@ -7,6 +7,7 @@ order: the dense pages of that rank's layers, in the model's order.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 
@@ -18,7 +19,7 @@ from kvpolicy.certify import Certificate, certify
 from kvpolicy.context import PolicyContext
 from kvpolicy.decision import LayoutDecision
 from kvpolicy.errors import Refusal
-from kvpolicy.geometry import LayerGroup
+from kvpolicy.geometry import LayerGroup, LayerSpec
 from kvpolicy.grid import ParallelGrid
 from kvpolicy.pages import StridedPage, page_in_layout
 
@@ -60,6 +61,21 @@ class Topology:
 
 
 @attrs.frozen(kw_only=True)
+class Stage:
+    """One pipeline stage's part in a group's record.
+
+    Attributes:
+        base: where the slice of the stage's first rank begins; 0 in a canonical record.
+        slice_bytes: bytes of one rank's slice, the same for each; 0 in a canonical record.
+        proofs: the distinct certificates of its layers in the group; equal layers share one.
+    """
+
+    base: int
+    slice_bytes: int
+    proofs: tuple[Certificate, ...] = attrs.field(repr=False)
+
+
+@attrs.frozen(kw_only=True)
 class GroupRecord:
     """The record of one group of layers.
 
@@ -69,10 +85,10 @@ class GroupRecord:
         portable: whether its bytes mean the same under any grid.
         record_bytes: bytes of one block's record, without row alignment.
         certificates: layer name -> its proof.
-        offsets: where a layer's canonical page begins, by layer name; in a private record where
-            a rank's dense page begins, by (world rank, layer name).
+        offsets: layer name -> where its canonical page begins; in a private record where its
+            dense page begins inside its rank's slice.
+        stages: the pipeline stages, in order.
         topology: the engine whose ranks store it.
-        stage_of: layer name -> the stage that holds it.
     """
 
     group: LayerGroup
@@ -80,9 +96,9 @@ class GroupRecord:
     portable: bool
     record_bytes: int
     certificates: Mapping[str, Certificate] = attrs.field(repr=False)
-    offsets: Mapping[str | tuple[int, str], int] = attrs.field(repr=False)
+    offsets: Mapping[str, int] = attrs.field(repr=False)
+    stages: tuple[Stage, ...] = attrs.field(repr=False)
     topology: Topology
-    stage_of: Mapping[str, int] = attrs.field(repr=False)
     _elections: dict[tuple[int, int | None], frozenset[int]] = attrs.field(
         factory=dict, init=False, repr=False, eq=False
     )
@@ -90,20 +106,19 @@ class GroupRecord:
     def part(self, rank: int, layer_name: str) -> RecordPart:
         """What a rank stores and loads of a layer that it holds."""
         mapping: PageMapping = self.certificates[layer_name].mapping(rank)
+        at = self.offsets[layer_name]
         if self.canonical:
             return RecordPart(
-                box=mapping.box.moved(to_by=self.offsets[layer_name]),
+                box=mapping.box.moved(to_by=at),
                 num_writers=mapping.num_writers,
                 writer_index=mapping.writer_index,
             )
-        at = self.offsets[rank, layer_name]
+        number, place = divmod(rank, self.topology.grid.stage_size)
+        stage = self.stages[number]
+        at += stage.base + place * stage.slice_bytes
         return RecordPart(
             box=Box(mapping.local_page_bytes, (), 0, at), num_writers=1, writer_index=0
         )
-
-    def _proofs(self, stage: int) -> set[Certificate]:
-        """The distinct certificates of a stage's layers; equal layers share one."""
-        return {c for name, c in self.certificates.items() if self.stage_of[name] == stage}
 
     def writers(self, slot: int) -> frozenset[int]:
         """The world ranks that write something of a slot's record."""
@@ -115,8 +130,8 @@ class GroupRecord:
 
     def _elect(self, slot: int, reader: int | None) -> frozenset[int]:
         # Elections repeat with the writers of the layers, of which there are few.
-        period = math.lcm(*(c.mappings[0].num_writers for c in set(self.certificates.values())))
-        key = (slot % period, reader)
+        writers = {c.mappings[0].num_writers for stage in self.stages for c in stage.proofs}
+        key = (slot % math.lcm(*writers), reader)
         if key not in self._elections:
             self._elections[key] = frozenset(self._elected_for(*key))
         return self._elections[key]
@@ -124,13 +139,13 @@ class GroupRecord:
     def _elected_for(self, slot: int, reader: int | None) -> Iterable[int]:
         size = self.topology.grid.stage_size
         if not self.canonical and reader is not None:
-            return [reader]
-        stages = set(self.stage_of.values()) if reader is None else {reader // size}
+            return [reader] if self.stages[reader // size].proofs else []
+        read = range(len(self.stages)) if reader is None else [reader // size]
         return {
             rank
-            for stage in stages
-            for proof in self._proofs(stage)
-            for rank in range(stage * size, (stage + 1) * size)
+            for number in read
+            for proof in self.stages[number].proofs
+            for rank in range(number * size, (number + 1) * size)
             if not self.canonical
             or (
                 _elected(proof.mapping(rank), slot)
@@ -147,33 +162,35 @@ def group_records(
     context: PolicyContext, certificates: Mapping[str, Certificate]
 ) -> Mapping[str, GroupRecord]:
     """Group name -> its record, of the whole model."""
-    owners = context.geometry.stage_of(context.grid.pp)
+    grid = context.grid
+    topology = Topology(grid=grid, stages=context.geometry.stages_for(grid.pp))
     found = {}
     for group in context.geometry.groups:
-        names = [name for name in context.geometry.layers if name in set(group.layer_names)]
-        offsets: dict[str | tuple[int, str], int] = {}
-        at = 0
-        if context.canonical:
+        members = set(group.layer_names)
+        offsets: dict[str, int] = {}
+        stages: list[Stage] = []
+        at = base = 0
+        for layers in context.stages:
+            names = [name for name in layers if name in members]
+            at = at if context.canonical else 0
             for name in names:
                 offsets[name] = at
-                at += certificates[name].canonical_page_bytes
-        else:
-            for rank in context.grid.ranks():
-                for name in names:
-                    if owners[name] == rank.pp_rank:
-                        offsets[rank.rank, name] = at
-                        at += certificates[name].mapping(rank).local_page_bytes
+                proof = certificates[name]
+                pages = proof.canonical_page_bytes, proof.mappings[0].local_page_bytes
+                at += pages[0] if context.canonical else pages[1]
+            proofs = tuple(dict.fromkeys(certificates[name] for name in names))
+            held = 0 if context.canonical else at
+            stages.append(Stage(base=base, slice_bytes=held, proofs=proofs))
+            base += held * grid.stage_size
         found[group.name] = GroupRecord(
-            group=attrs.evolve(group, layer_names=names),
+            group=attrs.evolve(group, layer_names=offsets),
             canonical=context.canonical,
-            portable=context.canonical and all(certificates[name].portable for name in names),
-            record_bytes=at,
-            certificates={name: certificates[name] for name in names},
+            portable=context.canonical and all(certificates[name].portable for name in offsets),
+            record_bytes=at if context.canonical else base,
+            certificates={name: certificates[name] for name in offsets},
             offsets=offsets,
-            topology=Topology(
-                grid=context.grid, stages=context.geometry.stages_for(context.grid.pp)
-            ),
-            stage_of={name: owners[name] for name in names},
+            stages=tuple(stages),
+            topology=topology,
         )
     return found
 
@@ -181,16 +198,17 @@ def group_records(
 def _pages_of_stage(
     context: PolicyContext,
     certificates: Mapping[str, Certificate],
-    stage: int,
+    layers: Mapping[str, LayerSpec],
 ) -> Mapping[str, StridedPage]:
     """Where the decided layout puts the pages of a stage's ranks, all layers of the slab."""
-    layers = context.layers_of_stage(stage)
-    padded = {
-        name: certificates[name].mappings[0].local_page_bytes + spec.page_padding
-        for name, spec in layers.items()
-    }
-    pages, at = {}, 0
-    for name, spec in layers.items():
+    ends = list(
+        itertools.accumulate(
+            certificates[name].mappings[0].local_page_bytes + spec.page_padding
+            for name, spec in layers.items()
+        )
+    )
+    pages = {}
+    for (name, spec), at in zip(layers.items(), [0, *ends[:-1]], strict=True):
         heads = local_heads(spec, context.grid)
         page = (
             heads
@@ -201,12 +219,11 @@ def _pages_of_stage(
                 certificates[name].layout,
                 num_blocks=context.geometry.num_blocks,
                 offset=at,
-                slab_block_bytes=sum(padded.values()),
+                slab_block_bytes=ends[-1],
             )
         )
         if isinstance(page, StridedPage):  # certified, so it is
             pages[name] = page
-        at += padded[name]
     return pages
 
 
@@ -233,9 +250,9 @@ def fragments(
     """Counts a group's copies per block, for the first rank of each stage."""
     per_layer: dict[str, int] = {}
     total = 0
-    for stage in range(context.grid.pp):
+    for stage, layers in enumerate(context.stages):
         rank = stage * context.grid.stage_size
-        pages = _pages_of_stage(context, certificates, stage)
+        pages = _pages_of_stage(context, certificates, layers)
         before: Box | None = None
         for name, page in pages.items():
             if name not in record.certificates:

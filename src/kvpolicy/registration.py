@@ -6,6 +6,7 @@ writes afterwards is seen through it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -14,7 +15,7 @@ import attrs
 import numpy as np
 import torch
 
-from kvpolicy.boxes import MAX_PROOF_RUNS, boxes_tile
+from kvpolicy.boxes import MAX_PROOF_RUNS, Box, Dim, box, boxes_tile
 from kvpolicy.caches import KVCaches, LayerPages, read_layer
 from kvpolicy.canonical import local_heads
 from kvpolicy.context import PolicyContext
@@ -90,6 +91,11 @@ def check_caches(context: PolicyContext, caches: KVCaches) -> Mapping[str, Refus
                 f"tensors lie on {', '.join(sorted(devices))}; one rank's caches lie on one "
                 "device with memory",
             )
+        elif owner.layout is not torch.strided:
+            refusals[name] = Refusal(
+                "stride-contradicts-layout",
+                f"the tensor is {owner.layout}; a cache is one strided tensor",
+            )
         elif (refusal := _wrong_dtype(context, spec, owner)) is not None:
             refusals[name] = refusal
     return refusals
@@ -106,7 +112,8 @@ def _wrong_dtype(context: PolicyContext, spec: LayerSpec, tensor: torch.Tensor) 
             f"elements of {tensor.element_size()} B ({found}), but the spec declares {itemsize} B; "
             "pass the tensor as uint8 if its elements are opaque",
         )
-    if context.dtype and hasattr(torch, context.dtype) and found != context.dtype:
+    declared = getattr(torch, context.dtype, None) if context.dtype else None
+    if isinstance(declared, torch.dtype) and tensor.dtype != declared:
         return Refusal(
             "dtype-contradicts-context",
             f"the tensor holds {found}, but the context declares {context.dtype}; pass it as "
@@ -133,9 +140,11 @@ def verify(
         pages = registration.pages.get(name)
         if pages is None:
             refusals[name] = Refusal("layer-missing", "a layer of this rank was not registered")
-        elif not isinstance(pages, LayerPages) or not isinstance(pages.page, StridedPage):
+        elif not isinstance(pages, LayerPages) or not _is_page(pages.page):
             refusals[name] = Refusal(
-                "page-contradicts-spec", f"registered as {type(pages).__name__}, not as LayerPages"
+                "page-contradicts-spec",
+                f"registered as {type(pages).__name__}; possible: a LayerPages whose StridedPage "
+                "and Box hold whole numbers",
             )
         elif (refusal := _wrong_pages(context, caches, name, spec, pages)) is not None:
             refusals[name] = refusal
@@ -145,6 +154,17 @@ def verify(
             pages_of = {name: registration.pages[name] for name in held}
             refusals |= _overlaps(pages_of, context.geometry.num_blocks)
     return refusals
+
+
+def _is_page(page: object) -> bool:
+    """Whether a plugin's page can be reckoned with at all; values are not checked at birth."""
+    if not isinstance(page, StridedPage) or not isinstance(page.box, Box):
+        return False
+    dims = page.box.dims
+    if not isinstance(dims, tuple) or not all(isinstance(dim, Dim) for dim in dims):
+        return False
+    numbers = (page.offset, page.block_stride, page.box.size, page.box.from_offset)
+    return all(type(n) is int for n in (*numbers, page.box.to_offset, *itertools.chain(*dims)))
 
 
 def _wrong_pages(
@@ -197,16 +217,16 @@ def _wrong_pages(
 
 def _same_bytes(own: StridedPage, page: StridedPage, num_blocks: int) -> bool:
     same_start = own.offset + own.box.from_offset == page.offset + page.box.from_offset
-    same_box = (own.box.size, own.box.dims) == (page.box.size, page.box.dims)
+    normal = box(page.box.size, page.box.dims)  # a plugin may leave dimensions unmerged
+    same_box = (own.box.size, own.box.dims) == (normal.size, normal.dims)
     return same_start and same_box and (num_blocks == 1 or own.block_stride == page.block_stride)
 
 
 def _same_storage(one: torch.Tensor, other: object) -> bool:
-    return (
-        isinstance(other, torch.Tensor)
-        and one.device == other.device
-        and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-    )
+    if not isinstance(other, torch.Tensor) or one.device != other.device:
+        return False
+    mine, theirs = one.untyped_storage(), other.untyped_storage()
+    return (mine.data_ptr(), mine.nbytes()) == (theirs.data_ptr(), theirs.nbytes())
 
 
 def _bounds(tensor: torch.Tensor) -> tuple[int, int]:

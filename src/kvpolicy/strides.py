@@ -126,14 +126,14 @@ def _is_raw_page(facts: TensorFacts, spec: LayerSpec, row: PageShape, ratio: int
 
 
 def _describe(spec: LayerSpec, row: PageShape, rows: int, itemsize: int) -> str:
-    content = row.row_bytes // itemsize
+    count, rest = divmod(row.row_bytes, itemsize)
+    content = f"rows of {row.row_bytes} B" if rest else f"{count} elements of {itemsize} B"
     order = (
         f"{row.heads} heads x {row.tokens} tokens"
         if row.heads_first
         else f"{row.tokens} tokens x {row.heads} heads"
     )
-    parts = [f"{rows} rows", *(["2 halves"] if spec.split else []), order, f"{content} elements"]
-    return " x ".join(parts) + f" of {itemsize} B"
+    return " x ".join([f"{rows} rows", *(["2 halves"] if spec.split else []), order, content])
 
 
 def page_of_tensor(

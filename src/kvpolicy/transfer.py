@@ -8,9 +8,10 @@ many blocks, and consecutive pairs become spans, which are the same boxes with o
 from __future__ import annotations
 
 import abc
+import operator
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import attrs
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvpolicy.boxes import Box, Dim, box, compose
-from kvpolicy.errors import BlockIdError, RegistrationError
+from kvpolicy.errors import BlockIdError, OptionError, Refusal, RegistrationError
 from kvpolicy.records import GroupRecord
 from kvpolicy.registration import Registration
 
@@ -150,8 +151,33 @@ class TransferJob:
         return sum(part.runs() for part in self.parts)
 
 
-def _ids(ids: Iterable[int]) -> tuple[int, ...]:
-    return tuple(ids)
+def _wrong(name: str, possible: str, value: object) -> OptionError:
+    return OptionError(f"TransferResult.{name} is {possible}, not {value!r}")
+
+
+def _whole(name: str, value: Any) -> int:
+    """A whole number >= 0, NumPy's too; True and False are not numbers."""
+    try:
+        number = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise _wrong(name, "a whole number >= 0", value)
+    return number
+
+
+def _job_id(value: Any) -> int:
+    return _whole("job_id", value)
+
+
+def _byte_count(value: Any) -> int:
+    return _whole("bytes", value)
+
+
+def _failed_ids(ids: Iterable[Any]) -> tuple[int, ...]:
+    if not isinstance(ids, Iterable):
+        raise _wrong("failed_ids", "a sequence of whole numbers", ids)
+    return tuple(_whole("failed_ids", one) for one in ids)
 
 
 @attrs.frozen(kw_only=True)
@@ -166,14 +192,25 @@ class TransferResult:
         failed_ids: destinations that were not wholly written: slots of a store, block ids of a
             load.
         error: what went wrong, "" if nothing did.
+
+    Raises:
+        OptionError: another type of value, or a negative one.
     """
 
-    job_id: int
+    job_id: int = attrs.field(converter=_job_id)
     ok: bool
-    bytes: int
+    bytes: int = attrs.field(converter=_byte_count)
     seconds: float
-    failed_ids: tuple[int, ...] = attrs.field(default=(), converter=_ids)
+    failed_ids: tuple[int, ...] = attrs.field(default=(), converter=_failed_ids)
     error: str = ""
+
+    def __attrs_post_init__(self) -> None:
+        if not isinstance(self.ok, bool):
+            raise _wrong("ok", "True or False", self.ok)
+        if not (isinstance(self.seconds, int | float) and self.seconds >= 0):
+            raise _wrong("seconds", "a number >= 0", self.seconds)
+        if not isinstance(self.error, str):
+            raise _wrong("error", "a sentence", self.error)
 
 
 class TransferHandle(abc.ABC):
@@ -234,11 +271,16 @@ def check_ids(ids: Iterable[int], limit: int, what: str) -> BlockIds:
     Raises:
         BlockIdError: not one dimension of integers, or one outside [0, limit).
     """
-    if isinstance(ids, torch.Tensor):
-        ids = ids.detach().cpu().numpy()
     try:
-        found = np.array(ids if isinstance(ids, np.ndarray) else list(ids))
-    except (TypeError, ValueError) as error:
+        if isinstance(ids, torch.Tensor):
+            ids = ids.detach().cpu().numpy()
+        elif not isinstance(ids, np.ndarray):
+            ids = list(ids)
+            if any(isinstance(one, bool | np.bool_) for one in ids):  # NumPy takes True for 1
+                raise TypeError("True and False are not numbers")
+        found = np.array(ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        # torch raises RuntimeError for tensors that have no memory or no NumPy form.
         raise BlockIdError(f"{what} ids are a sequence of integers: {error}") from None
     if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
         raise BlockIdError(
@@ -292,12 +334,16 @@ def plan_group(
         if pages is None:
             continue
         part = record.part(rank, name)
-        joined = compose(pages.page.box, part.box)
+        page = pages.page.box
+        normal = box(page.size, page.dims, page.from_offset)  # a plugin may leave dims unmerged
+        joined = compose(normal, part.box)
         if joined is None:
-            raise RegistrationError(
-                f"layer {name!r}: the registered page and the certified one cut tokens at points "
-                "that do not divide one another"
+            why = Refusal(
+                "page-contradicts-spec",
+                "the registered page and the certified one are cut at points that do not divide "
+                "one another; register it row by row",
             )
+            raise RegistrationError("a registered page cannot be copied", {name: why})
         device = str(pages.tensor.device)
         key = pages.tensor.untyped_storage().data_ptr()
         copy = PlannedCopy(

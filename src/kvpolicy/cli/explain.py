@@ -52,7 +52,9 @@ def run(args: argparse.Namespace, out: Output) -> int:
     context = context_of(args, load_config(args.config), _BLOCKS)
     plugins = plugins_of(args)
     explained: dict[str, Any] = {}
-    for stage in range(context.grid.pp):
+    # Stages with equal layers ask the policies the same question.
+    unlike = {tuple(layers.values()): stage for stage, layers in enumerate(context.stages)}
+    for stage in sorted(unlike.values()):
         own = attrs.evolve(context, rank=stage * context.grid.stage_size)
         with Connector(own, plugins) as connector:
             # Real tensors, so that what the policies would answer at registration is known.

@@ -14,7 +14,6 @@ from rich.table import Table
 
 from kvpolicy.errors import KVPolicyError, Refusal
 
-
 _PAGE_COLUMNS = 110
 
 

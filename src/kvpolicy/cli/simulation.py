@@ -158,10 +158,10 @@ def _check_memory(rows: int, *sides: PolicyContext) -> None:
             page_shape(
                 spec, len(owned_heads(context, spec)), spec.block_size, context.layout
             ).page_bytes
-            for spec in context.layers_of_stage(stage).values()
+            for spec in layers.values()
         )
         for context in sides
-        for stage in range(context.grid.pp)
+        for layers in context.stages
     ]
     needed, free = rows + 2 * max(caches), _memory_available()
     if free is not None and needed > free:
