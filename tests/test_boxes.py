@@ -209,6 +209,26 @@ def test_tiling_covers_each_byte_once(intervals, total):
     assert tiles_exactly(starts, sizes, total) == exact
 
 
+@pytest.mark.parametrize(
+    ("intervals", "total", "tiles"),
+    [
+        ([(0, 4)], 4, True),
+        ([(2, 2), (0, 2)], 4, True),
+        ([(1, 3)], 4, False),  # begins late
+        ([(-1, 5)], 4, False),  # begins early
+        ([(0, 3)], 4, False),  # ends early
+        ([(0, 5)], 4, False),  # ends late
+        ([(0, 1), (2, 2)], 4, False),  # a gap
+        ([(0, 3), (2, 2)], 4, False),  # a byte twice
+        ([(0, 4), (0, 4)], 4, False),
+        ([], 0, False),
+    ],
+)
+def test_tiling_by_hand(intervals, total, tiles):
+    starts, sizes = (np.array([i[k] for i in intervals], dtype=np.int64) for k in (0, 1))
+    assert tiles_exactly(starts, sizes, total) is tiles
+
+
 @given(st.integers(1, 6), st.lists(st.integers(1, 5), max_size=6), st.randoms())
 def test_a_cut_and_shuffled_interval_tiles_and_no_longer_when_one_byte_moves(first, more, random):
     sizes = [first, *more]
@@ -257,6 +277,12 @@ def share_no_byte(size, dims):
 def test_disjoint_is_never_said_of_runs_that_share_a_byte(size, dims):
     if disjoint(size, dims):
         assert share_no_byte(size, dims)
+
+
+def test_disjoint_counts_to_the_last_byte_and_no_further():
+    """Three runs of 4 B, 10 B apart, end at byte 24: the next three may begin there."""
+    assert disjoint(4, [(3, 10), (2, 24)])
+    assert not disjoint(4, [(3, 10), (2, 23)])
 
 
 @given(

@@ -314,14 +314,17 @@ def test_close_waits_for_a_submission_that_has_begun() -> None:
 
 def test_close_releases_the_engines_memory_and_its_own_rows() -> None:
     memory = np.zeros((8, 4, 8), dtype=np.uint8)
-    connector, _ = connect(caches={"l": torch.from_numpy(memory)})
+    connector = connect(caches={"l": torch.from_numpy(memory)})[0]
     alive = [weakref.ref(memory), weakref.ref(connector.host)]
     assert finish(connector, connector.store([0], [0])).ok
     del memory
     gc.collect()
     assert all(ref() is not None for ref in alive)
     connector.close()
-    gc.collect()
+    deadline = time.monotonic() + 60
+    while any(ref() is not None for ref in alive) and time.monotonic() < deadline:
+        time.sleep(0.001)  # the copy thread may still be letting go of its last job
+        gc.collect()
     assert all(ref() is None for ref in alive)
 
 

@@ -89,7 +89,7 @@ def test_c6_opposite_votes_at_one_priority_name_both_and_the_switch():
         assert str(error.value) == (
             "opposite votes at priority 0: 'no-man' votes per-layer; 'yes-man' votes cross-layer "
             "(copies are faster). Raise one of them, for instance KVPOLICY_PRIORITY=no-man=1 or "
-            "--priority no-man=1, or leave one out of KVPOLICY_PLUGINS"
+            "--priority no-man=1, or, if one is not built in, leave it out of KVPOLICY_PLUGINS"
         )
         assert error.value.plugin_names == ("no-man", "yes-man")
         assert error.value.priority == 0

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.metadata
 import io
 import json
 import re
@@ -131,11 +132,24 @@ class Reader:
     monkeypatch: pytest.MonkeyPatch
     namespace: dict[str, object] = field(default_factory=lambda: {"__name__": "page"})
     files: list[str] = field(default_factory=list)
+    distributions: list[str] = field(default_factory=lambda: ["kvpolicy"])
     status: int = 0
     printed: str = ""
 
     def __post_init__(self) -> None:
         self.monkeypatch.syspath_prepend(self.home)
+        installed = importlib.metadata.entry_points
+
+        def entry_points(**selected: str) -> importlib.metadata.EntryPoints:
+            """What a newcomer has: kvpolicy, and what the page installs."""
+            found = installed(**selected)
+            return importlib.metadata.EntryPoints(
+                entry
+                for entry in found
+                if entry.group != "kvpolicy" or entry.dist.name in self.distributions
+            )
+
+        self.monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
 
     def read_all(self, page: Path) -> None:
         for block in blocks(page):
@@ -167,6 +181,7 @@ class Reader:
         name, version = project["name"], project["version"]
         info = self.home / f"{name.replace('-', '_')}-{version}.dist-info"
         info.mkdir()
+        self.distributions.append(name)
         metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
         (info / "METADATA").write_text(metadata)
         lines = ["[kvpolicy]", *(f"{name} = {value}" for name, value in entries.items())]

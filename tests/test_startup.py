@@ -206,7 +206,7 @@ def test_opposite_votes_at_the_deciding_priority_are_an_error_that_names_both_c6
         assert str(caught.value) == (
             "opposite votes at priority 60: 'no' votes per-layer; 'yes' votes cross-layer (one "
             "copy). Raise one of them, for instance KVPOLICY_PRIORITY=no=61 or --priority no=61, "
-            "or leave one out of KVPOLICY_PLUGINS"
+            "or, if one is not built in, leave it out of KVPOLICY_PLUGINS"
         )
         assert caught.value.plugin_names == ("no", "yes")
         assert caught.value.priority == 60

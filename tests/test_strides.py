@@ -345,11 +345,6 @@ def test_c2_rows_with_room_for_the_scales_are_taken(packing):
     assert isinstance(read(torch.zeros(shape, dtype=torch.uint8), spec), StridedPage)
 
 
-def test_gaps_between_tokens_are_refused():
-    spread = numbered(3, 2, 4, 8)[..., :6]
-    assert refused(spread, attention())[0] == "stride-contradicts-layout"
-
-
 def test_padding_that_is_declared_but_not_there_is_refused():
     code, detail = refused(numbered(3, 2, 4, 6), attention(page_padding=64))
     assert code == "stride-contradicts-layout"
@@ -382,6 +377,73 @@ def test_blocks_that_share_bytes_are_refused(tensor):
     code, detail = refused(tensor, attention())
     assert code == "overlapping"
     assert "pages of 192 B at a block stride of" in detail
+
+
+SPLIT = attention(total_kv_heads=3, head_size=5, kv_packing="split")
+# (spec, shape after the blocks, the axes of that shape, order): sizes that tell the axes apart
+NEAR_MISSES = [
+    (attention(), (2, 4, 6), "HNC", HND),
+    (attention(), (4, 2, 6), "NHC", NHD),
+    (attention(), (2, 4, 2, 3), "HNPC", HND),
+    (attention(total_kv_heads=3), (4, 18), "NX", NHD),
+    (SPLIT, (2, 3, 4, 5), "KHNC", HND),
+    (SPLIT, (2, 4, 3, 5), "KNHC", NHD),
+    (LatentSpec(block_size=4, row_bytes=24), (4, 6), "NC", HND),
+]
+
+
+def axes_of(view, axes, spec):
+    """(block, half, head, token, element), whatever axes the view spells out."""
+    array = view.numpy()
+    if "X" in axes:  # heads and elements of a token in one
+        array = array.reshape(*array.shape[:-1], spec.total_kv_heads, -1)
+        axes = axes.replace("X", "HC")
+    if "P" in axes:  # the K and V elements of a row
+        array = array.reshape(*array.shape[:-2], -1)
+        axes = axes.replace("P", "")
+    for axis in "KH":
+        if axis not in axes:
+            array, axes = np.expand_dims(array, 1), axis + axes
+    return array.transpose(0, *(1 + axes.index(axis) for axis in "KHNC"))
+
+
+@pytest.mark.parametrize(("spec", "shape", "axes", "layout"), NEAR_MISSES)
+@given(data=st.data())
+def test_one_stride_that_is_another_is_followed_or_refused_never_misread(
+    spec, shape, axes, layout, data
+):
+    """Whatever a view's strides are: a page that is read off holds what the view shows."""
+    strides = list(numbered(3, *shape).stride())
+    changed = data.draw(st.integers(0, len(shape)))
+    strides[changed] = data.draw(st.integers(0, 250))
+    if data.draw(st.booleans()):  # make room for what lies between
+        strides[0] = data.draw(st.integers(0, 250))
+    view = numbered(6_000).as_strided((3, *shape), strides, data.draw(st.integers(0, 9)))
+    page = read(view, spec, layout)
+    if isinstance(page, StridedPage):
+        logical = axes_of(view, axes, spec)
+        for block in range(3):
+            assert elements(view, page, block) == by_coordinates(logical, block, layout)
+    elif changed == 0 and strides[0] >= numbered(*shape).numel():
+        pytest.fail(f"blocks further apart are no reason: {page}")
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "layout"),
+    [
+        ((3, 2, 4, 6), (96, 48, 12, 1), HND),  # gaps between tokens
+        ((3, 2, 4, 6), (96, 30, 6, 1), HND),  # a gap between heads that no page fits
+        ((3, 2, 4, 6), (96, 12, 6, 1), HND),  # heads inside one another
+        ((3, 2, 4, 6), (200, 96, 6, 2), HND),  # gaps between elements
+        ((3, 2, 4, 2, 3), (200, 24, 6, 48, 1), HND),  # K and V of a row apart
+        ((3, 4, 2, 6), (96, 12, 24, 1), NHD),  # gaps between heads
+        ((3, 4, 2, 6), (96, 24, 6, 1), NHD),  # gaps between tokens
+        ((3, 4, 12), (96, 12, 2), NHD),  # gaps between elements of flattened heads
+    ],
+)
+def test_other_gaps_than_whole_pages_are_refused(shape, strides, layout):
+    view = torch.zeros(1_000, dtype=torch.int32).as_strided(shape, strides)
+    assert refused(view, attention(), layout)[0] == "stride-contradicts-layout"
 
 
 @given(

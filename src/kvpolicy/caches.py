@@ -14,6 +14,7 @@ import torch
 
 from kvpolicy.canonical import local_heads
 from kvpolicy.context import PolicyContext
+from kvpolicy.decision import LayoutDecision
 from kvpolicy.errors import OptionError, Refusal
 from kvpolicy.geometry import MAX_SIZE, LayerSpec
 from kvpolicy.pages import PageShape, StridedPage, page_shape
@@ -135,6 +136,44 @@ class KVCaches:
         if layer_name in self.tensors:
             return self.tensors[layer_name]
         return self.slab if layer_name in self.placements else None
+
+
+def as_caches(
+    given: KVCaches | Mapping[str, torch.Tensor] | torch.Tensor,
+    context: PolicyContext,
+    decision: LayoutDecision,
+) -> KVCaches:
+    """What an engine hands over, as KVCaches.
+
+    Args:
+        given: a KVCaches; layer name -> tensor; or one slab whose first two dimensions are the
+            layers of this rank and the blocks.
+        context: names the layers.
+        decision: tells the two apart where there are as many blocks as layers.
+
+    Raises:
+        OptionError: something else, or no such dimension.
+    """
+    if isinstance(given, KVCaches):
+        return given
+    if isinstance(given, Mapping):
+        return KVCaches(tensors=given)
+    if not isinstance(given, torch.Tensor):
+        raise OptionError(
+            "register takes a mapping of layer names to tensors, a KVCaches or one slab tensor, "
+            f"not {type(given).__name__}"
+        )
+    names = list(context.stage_layers)
+    counted = [dim for dim in (0, 1) if dim < given.dim() and given.shape[dim] == len(names)]
+    if len(counted) == 2:
+        outer = 0 if given.stride(0) >= given.stride(1) else 1
+        counted = [1 - outer if decision.cross_layer_blocks else outer]
+    if not counted:
+        raise OptionError(
+            f"a slab's first two dimensions are {len(names)} layers and "
+            f"{context.geometry.num_blocks} blocks; found shape {list(given.shape)}"
+        )
+    return KVCaches.from_slab(given, names, layer_dim=counted[0])
 
 
 @attrs.frozen(kw_only=True, eq=False)

@@ -8,27 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
-from kvpolicy.caches import KVCaches
+from kvpolicy.caches import KVCaches, as_caches
 from kvpolicy.context import PolicyContext
 from kvpolicy.decision import LayoutDecision
 from kvpolicy.errors import (
     BlockIdError,
     ClosedError,
-    NoTransferError,
     OptionError,
     RegistrationError,
     close_names,
 )
 from kvpolicy.hostpool import HostPool, as_pool
 from kvpolicy.identity import GroupFormat
-from kvpolicy.jobs import Jobs, PendingJob
+from kvpolicy.jobs import Jobs
 from kvpolicy.plugins import PluginSet, load_plugins, select
 from kvpolicy.plugins.loading import plugin_names
 from kvpolicy.records import GroupRecord
@@ -37,13 +35,10 @@ from kvpolicy.startup import register_layers, start_up
 from kvpolicy.transfer import (
     BlockIds,
     Direction,
-    TransferHandle,
-    TransferJob,
     TransferPlan,
     TransferResult,
     check_ids,
     check_unique,
-    failed,
     make_job,
     plan_group,
 )
@@ -80,7 +75,13 @@ class Connector:
     ) -> None:
         if not isinstance(context, PolicyContext):
             raise OptionError(f"a Connector takes a PolicyContext, not {type(context).__name__}")
-        if not isinstance(plugins, PluginSet):
+        if isinstance(plugins, PluginSet):
+            if strict or priorities is not None:
+                raise OptionError(
+                    "a PluginSet is taken as it is; give strict and priorities to select and "
+                    "load_plugins, which make it"
+                )
+        else:
             selection = select(
                 context.options,
                 names=plugin_names(plugins),
@@ -173,7 +174,9 @@ class Connector:
             ClosedError: closed, or registered before.
         """
         with self._open():
-            registration = register_layers(self._started, self._as_caches(caches))
+            self._check_unregistered()
+            given = as_caches(caches, self.context, self.decision)
+            registration = register_layers(self._started, given)
             plans = self._plan(registration)
             with self._changed:
                 self._check_unregistered()
@@ -192,10 +195,10 @@ class Connector:
 
         Raises:
             BlockIdError: not integers, out of range, repeated slots, or other lengths.
-            PoolError: a slot is in use by another job, or there is no pool.
+            PoolError: a slot is in use by another job.
             OptionError: no such group.
             NoTransferError: no transfer plugin takes the job.
-            ClosedError: closed, or not registered yet.
+            ClosedError: closed, not registered yet, or made without a host pool.
         """
         return self._submit("store", block_ids, slots, group)
 
@@ -292,30 +295,6 @@ class Connector:
         if self._registration is not None:
             raise ClosedError("this connector has registered its layers; make another one")
 
-    def _as_caches(self, caches: object) -> KVCaches:
-        self._check_unregistered()
-        if isinstance(caches, KVCaches):
-            return caches
-        if isinstance(caches, Mapping):
-            return KVCaches(tensors=caches)
-        if not isinstance(caches, torch.Tensor):
-            raise OptionError(
-                "register takes a mapping of layer names to tensors, a KVCaches or one slab "
-                f"tensor, not {type(caches).__name__}"
-            )
-        names = list(self.context.stage_layers)
-        counted = [dim for dim in (0, 1) if dim < caches.dim() and caches.shape[dim] == len(names)]
-        if len(counted) == 2:
-            # As many blocks as layers: the decided layout says which of them lies outside.
-            outer = 0 if caches.stride(0) >= caches.stride(1) else 1
-            counted = [1 - outer if self.decision.cross_layer_blocks else outer]
-        if not counted:
-            raise OptionError(
-                f"a slab's first two dimensions are {len(names)} layers and "
-                f"{self.context.geometry.num_blocks} blocks; found shape {list(caches.shape)}"
-            )
-        return KVCaches.from_slab(caches, names, layer_dim=counted[0])
-
     def _plan(self, registration: Registration) -> dict[str, tuple[TransferPlan, ...]]:
         if self._pool is None:
             return {}
@@ -363,7 +342,8 @@ class Connector:
             plans = self._plans[record.group.name]
             job = make_job(self._jobs.new_id(), direction, plans, blocks, rows)
             release, undo = self._claim(record, direction, rows)
-            return self._start(job, release, undo)
+            self._jobs.start(job, self.plugins, release, undo)
+            return job.job_id
 
     def _claim(
         self, record: GroupRecord, direction: Direction, rows: BlockIds
@@ -380,43 +360,3 @@ class Connector:
             return lambda lost: pool.end_store(slots, rank, lost), undo
         pool.begin_load(slots, fmt, record.topology, lambda slot: record.sources(rank, slot))
         return lambda _lost: pool.end_load(slots), lambda: pool.end_load(slots)
-
-    def _start(
-        self,
-        job: TransferJob,
-        release: Callable[[frozenset[int]], None],
-        undo: Callable[[], None],
-    ) -> int:
-        begun = time.perf_counter()
-        if not job.bytes:
-            release(frozenset())
-            self._jobs.finished(TransferResult(job_id=job.job_id, ok=True, bytes=0, seconds=0.0))
-            return job.job_id
-        everything = frozenset(job.destinations.tolist())
-        for plugin in self.plugins.having("transfer"):
-            name = plugin.info.name
-            try:
-                handle = plugin.call("transfer", job=job)
-                wrong = (
-                    ""
-                    if handle is None or isinstance(handle, TransferHandle)
-                    else (f"answered {handle!r}, not a TransferHandle or None")
-                )
-            except Exception as error:  # noqa: BLE001  a plugin may raise anything
-                handle, wrong = None, f"raised {type(error).__name__}: {error}"
-            if wrong:
-                release(everything)
-                seconds = time.perf_counter() - begun
-                self._jobs.finished(failed(job, f"plugin {plugin.info.described} {wrong}", seconds))
-                return job.job_id
-            if isinstance(handle, TransferHandle):
-                self._jobs.add(
-                    PendingJob(job=job, handle=handle, plugin=name, begun=begun, release=release)
-                )
-                return job.job_id
-        undo()
-        names = ", ".join(plugin.info.name for plugin in self.plugins.having("transfer")) or "none"
-        raise NoTransferError(
-            f"no transfer plugin takes a {job.direction} of tensors on {job.device!r}; asked: "
-            f"{names}; install a plugin for that device"
-        )

@@ -88,7 +88,8 @@ def decide(votes: Iterable[CastVote], layout: KVCacheLayout) -> LayoutDecision:
         raise PolicyConflictError(
             f"opposite votes at priority {loudest.priority}: {said}. Raise one of them, for "
             f"instance KVPOLICY_PRIORITY={loudest.plugin}={loudest.priority + 1} or --priority "
-            f"{loudest.plugin}={loudest.priority + 1}, or leave one out of KVPOLICY_PLUGINS",
+            f"{loudest.plugin}={loudest.priority + 1}, or, if one is not built in, leave it out of "
+            "KVPOLICY_PLUGINS",
             [vote.plugin for vote in top],
             loudest.priority,
         )

@@ -87,6 +87,10 @@ class Refusal:
         return f"{self.code}: {self.detail}"
 
 
+PLUGIN_FAULTS = (Exception, SystemExit)
+"""What a plugin's code may raise and the core survives: all but an interrupt."""
+
+
 class KVPolicyError(Exception):
     """The parent of every error that kvpolicy raises on purpose."""
 

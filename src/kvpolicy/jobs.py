@@ -12,10 +12,14 @@ from collections.abc import Callable, Iterable
 
 import attrs
 
-from kvpolicy.errors import OptionError, UnknownJobError
+from kvpolicy.errors import PLUGIN_FAULTS, NoTransferError, OptionError, UnknownJobError
+from kvpolicy.plugins import PluginSet
 from kvpolicy.transfer import TransferHandle, TransferJob, TransferResult, failed
 
 _GLANCE_SECONDS = 0.05
+
+Release = Callable[[frozenset[int]], None]
+"""Settles a job's slots in the pool, given the destinations that failed."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -34,7 +38,7 @@ class PendingJob:
     handle: TransferHandle
     plugin: str
     begun: float
-    release: Callable[[frozenset[int]], None]
+    release: Release
 
     def finish(self) -> TransferResult | None:
         """The checked result, or None while the transfer runs; blocks no more than `done` does."""
@@ -42,7 +46,7 @@ class PendingJob:
             if not self.handle.done():
                 return None
             return self._checked(self.handle.result())
-        except Exception as error:  # noqa: BLE001  a plugin may raise anything
+        except PLUGIN_FAULTS as error:
             return self._failed(f"raised {type(error).__name__}: {error}")
 
     def _failed(self, what: str) -> TransferResult:
@@ -83,6 +87,63 @@ class Jobs:
         with self._lock:
             self._next_id += 1
             return self._next_id - 1
+
+    def start(
+        self,
+        job: TransferJob,
+        plugins: PluginSet,
+        release: Release,
+        undo: Callable[[], None],
+    ) -> None:
+        """Offers a job to the transfer plugins, by priority; the first taker runs it.
+
+        A plugin that raises, or answers with something else, has failed the job: it is not known
+        what it did to the destinations, so nobody else is asked.
+
+        Args:
+            job: what is to be copied.
+            plugins: who is asked, in the caller's thread.
+            release: called once with the destinations that failed, when the job has ended.
+            undo: called instead if nobody takes it.
+
+        Raises:
+            NoTransferError: nobody takes it.
+        """
+        begun = time.perf_counter()
+        if not job.bytes:
+            release(frozenset())
+            self.finished(TransferResult(job_id=job.job_id, ok=True, bytes=0, seconds=0.0))
+            return
+        for plugin in plugins.having("transfer"):
+            try:
+                handle = plugin.call("transfer", job=job)
+            except PLUGIN_FAULTS as error:
+                wrong = f"raised {type(error).__name__}: {error}"
+            else:
+                if handle is None:
+                    continue
+                if isinstance(handle, TransferHandle):
+                    self.add(
+                        PendingJob(
+                            job=job,
+                            handle=handle,
+                            plugin=plugin.info.name,
+                            begun=begun,
+                            release=release,
+                        )
+                    )
+                    return
+                wrong = f"answered {handle!r}, not a TransferHandle or None"
+            release(frozenset(job.destinations.tolist()))
+            seconds = time.perf_counter() - begun
+            self.finished(failed(job, f"plugin {plugin.info.described} {wrong}", seconds))
+            return
+        undo()
+        asked = ", ".join(plugin.info.name for plugin in plugins.having("transfer"))
+        raise NoTransferError(
+            f"no transfer plugin takes a {job.direction} of tensors on {job.device!r}; asked: "
+            f"{asked or 'none'}; install a plugin for that device"
+        )
 
     def add(self, pending: PendingJob) -> None:
         """A job that a plugin has taken."""
@@ -141,7 +202,7 @@ class Jobs:
             glance = _GLANCE_SECONDS if left is None else min(_GLANCE_SECONDS, left)
             try:
                 running[0].handle.wait(glance)
-            except Exception:  # noqa: BLE001  collect turns a broken handle into a result
+            except PLUGIN_FAULTS:  # collect turns a broken handle into a result
                 time.sleep(min(glance, 0.001))
 
     def _wanted(self, job_ids: Iterable[int] | None) -> set[int]:
@@ -168,5 +229,5 @@ class Jobs:
                 return
             try:
                 running.handle.wait(_GLANCE_SECONDS)
-            except Exception:  # noqa: BLE001  collect turns a broken handle into a result
+            except PLUGIN_FAULTS:  # collect turns a broken handle into a result
                 time.sleep(0.001)

@@ -12,7 +12,7 @@ from kvpolicy.caches import KVCaches
 from kvpolicy.certify import Certificate
 from kvpolicy.context import PolicyContext
 from kvpolicy.decision import CastVote, LayoutDecision, Vote, decide
-from kvpolicy.errors import CertificationError, Refusal, RegistrationError
+from kvpolicy.errors import PLUGIN_FAULTS, CertificationError, Refusal, RegistrationError
 from kvpolicy.explain import explain
 from kvpolicy.identity import GroupFormat
 from kvpolicy.plugins import Plugin, PluginSet
@@ -130,7 +130,7 @@ def _votes(context: PolicyContext, plugins: PluginSet) -> tuple[list[CastVote], 
         info = plugin.info
         try:
             said = plugin.call("prefer_cross_layer_blocks", context=context)
-        except Exception as error:  # noqa: BLE001  a plugin may raise anything
+        except PLUGIN_FAULTS as error:
             reason = f"raised {type(error).__name__} when asked to vote: {error}"
             plugins = plugins.without(info.name, reason)
             continue
@@ -191,7 +191,7 @@ def _answer(started: StartUp, plugin: Plugin, caches: KVCaches) -> Registration 
         raise started.refused(
             _blamed(plugin, f"refuses: {error.message}", error.refusals)
         ) from error
-    except Exception as error:
+    except PLUGIN_FAULTS as error:
         what = f"raised {type(error).__name__}: {error}"
         raise started.refused(_blamed(plugin, what, {})) from error
     if answer is not None and not isinstance(answer, Registration):

@@ -284,7 +284,7 @@ def check_ids(ids: Iterable[int], limit: int, what: str) -> BlockIds:
         raise BlockIdError(f"{what} ids are a sequence of integers: {error}") from None
     if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
         raise BlockIdError(
-            f"{what} ids are one dimension of integers, not {found.ndim} of {found.dtype}"
+            f"{what} ids are one dimension of integers; found {found.ndim} of {found.dtype}"
         )
     if len(found) > MAX_JOB_BLOCKS:
         raise BlockIdError(f"a job has at most {MAX_JOB_BLOCKS:,} blocks, not {len(found):,}")

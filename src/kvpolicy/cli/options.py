@@ -131,7 +131,7 @@ def context_of(
         geometry=geometry,
         grid=parallel,
         canonical=args.canonical,
-        canonical_order=args.canonical_order if args.canonical else None,
+        canonical_order=args.canonical_order,
         layout=KVCacheLayout.parse(side["layout"]),
         backend=BackendCapabilities(
             name="simulated",

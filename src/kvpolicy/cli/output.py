@@ -17,6 +17,13 @@ from kvpolicy.errors import KVPolicyError, Refusal
 _PAGE_COLUMNS = 110
 
 
+class _Console(Console):
+    """A console that leaves a reader who went away to the command line's own handler."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 @attrs.frozen
 class Output:
     """Where a command's words go.
@@ -33,7 +40,7 @@ class Output:
             self._dump(value)
         else:
             # Away from a terminal, wide enough for a layer's whole name.
-            people(Console(highlight=False, width=None if sys.stdout.isatty() else _PAGE_COLUMNS))
+            people(_Console(highlight=False, width=None if sys.stdout.isatty() else _PAGE_COLUMNS))
 
     def error(self, error: KVPolicyError) -> None:
         """Prints an error with every reason; in JSON beside what is known so far."""

@@ -15,6 +15,7 @@ import pluggy
 
 import kvpolicy.hooks as specifications
 from kvpolicy.errors import (
+    PLUGIN_FAULTS,
     DuplicatePluginError,
     OptionError,
     PluginError,
@@ -310,7 +311,7 @@ def _load(candidate: _Candidate, priority: int | None) -> Plugin | PluginInfo:
         plugin = candidate.load()
     except _Fault as fault:
         return candidate.info(status="failed", reason=str(fault), **placed)
-    except (Exception, SystemExit) as error:  # noqa: BLE001  an import may raise anything
+    except PLUGIN_FAULTS as error:
         reason = f"cannot be imported: {_told(error)}"
         return candidate.info(status="failed", reason=reason, **placed)
     try:
@@ -318,7 +319,7 @@ def _load(candidate: _Candidate, priority: int | None) -> Plugin | PluginInfo:
         placed.setdefault("priority", _own_priority(plugin))
     except _Fault as fault:
         return candidate.info(status="failed", reason=str(fault), **placed)
-    except Exception as error:  # noqa: BLE001  a property may raise anything
+    except PLUGIN_FAULTS as error:
         return candidate.info(
             status="failed", reason=f"fails its rehearsal: {_told(error)}", **placed
         )
