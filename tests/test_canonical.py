@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from kvpolicy.canonical import local_heads, page_mapping, shards_of
 from kvpolicy.errors import Refusal
-from kvpolicy.geometry import AttentionSpec, LatentSpec, StateSpec
 from kvpolicy.grid import ParallelGrid
 from kvpolicy.layout import KVCacheLayout
+from kvpolicy.specs import AttentionSpec, LatentSpec, StateSpec
 
 HND, NHD = KVCacheLayout.LBHNC, KVCacheLayout.LBNHC
 

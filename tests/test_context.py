@@ -6,9 +6,10 @@ from hypothesis import strategies as st
 
 from kvpolicy.context import BackendCapabilities, PolicyContext
 from kvpolicy.errors import GeometryError, LayoutError, OptionError
-from kvpolicy.geometry import CacheGeometry, LatentSpec
+from kvpolicy.geometry import CacheGeometry
 from kvpolicy.grid import ParallelGrid
 from kvpolicy.layout import KVCacheLayout
+from kvpolicy.specs import LatentSpec
 
 HND, NHD = KVCacheLayout.LBHNC, KVCacheLayout.LBNHC
 SPEC = LatentSpec(block_size=4, row_bytes=8)

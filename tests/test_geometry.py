@@ -5,16 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpolicy.errors import GeometryError
-from kvpolicy.geometry import (
-    MAX_LAYERS,
-    MAX_SIZE,
-    AttentionSpec,
-    CacheGeometry,
-    LatentSpec,
-    LayerGroup,
-    StateSpec,
-    even_stages,
-)
+from kvpolicy.geometry import MAX_LAYERS, CacheGeometry, LayerGroup, even_stages
+from kvpolicy.specs import MAX_SIZE, AttentionSpec, LatentSpec, StateSpec
 
 NEEDED = {
     AttentionSpec: {"block_size": 16, "total_kv_heads": 4, "head_size": 128, "itemsize": 2},

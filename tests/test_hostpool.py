@@ -277,6 +277,15 @@ def test_an_undone_store_does_not_revive_what_others_have_overwritten(pool: kv.H
         read(pool, [0])
 
 
+def test_an_undone_store_keeps_what_another_rank_has_finished_meanwhile(pool: kv.HostPool) -> None:
+    store(pool, 0, [0])
+    begin(pool, 1, [0])
+    undo = pool.begin_store([0], ONE, TWO_RANKS, 0, everyone)
+    pool.end_store([0], 1, frozenset())
+    undo()
+    read(pool, [0])  # rank 0's part of before, and rank 1's
+
+
 def test_one_of_many_threads_gets_a_slot(pool: kv.HostPool) -> None:
     barrier, got, refused = threading.Barrier(8), [], []
 

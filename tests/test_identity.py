@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from kvpolicy.certify import Certificate
 from kvpolicy.context import PolicyContext
 from kvpolicy.decision import CastVote, decide
-from kvpolicy.geometry import AttentionSpec, CacheGeometry, LatentSpec, LayerGroup, StateSpec
+from kvpolicy.geometry import CacheGeometry, LayerGroup
 from kvpolicy.grid import ParallelGrid
 from kvpolicy.identity import digest, fingerprint, format_id, group_format
 from kvpolicy.layout import KVCacheLayout
 from kvpolicy.records import group_records, prove_layers
+from kvpolicy.specs import AttentionSpec, LatentSpec, StateSpec
 
 HND, NHD = KVCacheLayout.LBHNC, KVCacheLayout.LBNHC
 PLUGINS = [("canonical", "kvpolicy", "0.1.0", 100), ("direct", "kvpolicy", "0.1.0", -100)]
@@ -366,7 +367,8 @@ def test_losing_votes_and_reasons_change_no_fingerprint():
 SCRIPT = """
 from kvpolicy.context import BackendCapabilities, PolicyContext
 from kvpolicy.decision import CastVote, decide
-from kvpolicy.geometry import AttentionSpec, CacheGeometry, LatentSpec, StateSpec
+from kvpolicy.geometry import CacheGeometry
+from kvpolicy.specs import AttentionSpec, LatentSpec, StateSpec
 from kvpolicy.grid import ParallelGrid
 from kvpolicy.identity import fingerprint, format_id, group_format
 from kvpolicy.records import group_records, prove_layers
@@ -400,9 +402,10 @@ def test_c23_two_processes_with_different_hash_seeds_compute_the_same_ids():
             env={**os.environ, "PYTHONHASHSEED": seed},
             capture_output=True,
             text=True,
-            check=True,
+            check=False,
             timeout=120,
         )
+        assert done.returncode == 0, done.stderr
         found.append(done.stdout.split())
     assert found[0] == found[1]
     assert len({*found[0]}) == 2

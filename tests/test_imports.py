@@ -18,6 +18,7 @@ PACKAGE = Path(kvpolicy.__file__).parent
 ROOMS = (
     "errors",
     "layout",
+    "specs",
     "geometry",
     "grid",
     "boxes",
@@ -32,6 +33,7 @@ ROOMS = (
     "caches",
     "registration",
     "hostpool",
+    "plan",
     "transfer",
     "hooks",
     "plugins",
@@ -48,7 +50,7 @@ ROOMS = (
 # They may use the public names of the package itself; nothing imports them but what is below.
 EDGES = ("cli", "testing", "__main__")
 # Where torch is imported when the module is; cli.engine makes the tensors of a simulated engine.
-TORCH = {"caches", "registration", "hostpool", "transfer", "connector", "cli.engine"}
+TORCH = {"caches", "registration", "hostpool", "plan", "transfer", "connector", "cli.engine"}
 # What the distribution declares, and what only the kit for plugin authors may ask for.
 DEPENDENCIES = {"attrs", "numpy", "pluggy", "rich", "torch"}
 TESTING_DEPENDENCIES = {"hypothesis", "pytest"}

@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 from kvpolicy.certify import certify
 from kvpolicy.context import BackendCapabilities, PolicyContext
 from kvpolicy.errors import LayoutError
-from kvpolicy.geometry import AttentionSpec, CacheGeometry
+from kvpolicy.geometry import CacheGeometry
 from kvpolicy.grid import ParallelGrid
 from kvpolicy.layout import KVCacheLayout
+from kvpolicy.specs import AttentionSpec
 
 HND, NHD = KVCacheLayout.LBHNC, KVCacheLayout.LBNHC
 SPEC = AttentionSpec(block_size=4, total_kv_heads=4, head_size=8, itemsize=2)

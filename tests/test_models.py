@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpolicy.errors import ConfigError, GeometryError, KVPolicyError, OptionError
-from kvpolicy.geometry import AttentionSpec, LatentSpec, StateSpec
 from kvpolicy.models import dtype_from_config, geometry_from_config, load_config
+from kvpolicy.specs import AttentionSpec, LatentSpec, StateSpec
 
 MODELS = Path(__file__).parent / "models"
 LLAMA = {

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from kvpolicy.canonical import page_mapping
 from kvpolicy.certify import certify
 from kvpolicy.errors import Refusal
-from kvpolicy.geometry import AttentionSpec, LatentSpec, StateSpec
 from kvpolicy.grid import ParallelGrid
 from kvpolicy.layout import KVCacheLayout
 from kvpolicy.pages import StridedPage, page_in_layout, page_shape, unplaceable
+from kvpolicy.specs import AttentionSpec, LatentSpec, StateSpec
 
 HND, NHD = KVCacheLayout.LBHNC, KVCacheLayout.LBNHC
 PADDING = -1

@@ -24,8 +24,8 @@ from kvpolicy import (
     load_plugins,
     select,
 )
-from kvpolicy.geometry import AttentionSpec
 from kvpolicy.plugins import parse_priorities
+from kvpolicy.specs import AttentionSpec
 
 DISTS = Path(__file__).parent / "dists"
 BUILT_IN = {"canonical": 100, "cross-layer": 50, "direct": -100, "host-copy": -100}

@@ -11,10 +11,11 @@ from kvpolicy.certify import Certificate
 from kvpolicy.context import PolicyContext
 from kvpolicy.decision import CastVote, decide
 from kvpolicy.errors import Refusal
-from kvpolicy.geometry import AttentionSpec, CacheGeometry, LatentSpec, LayerGroup, StateSpec
+from kvpolicy.geometry import CacheGeometry, LayerGroup
 from kvpolicy.grid import ParallelGrid
 from kvpolicy.layout import KVCacheLayout
 from kvpolicy.records import fragments, group_records, prove_layers
+from kvpolicy.specs import AttentionSpec, LatentSpec, StateSpec
 
 HND, NHD = KVCacheLayout.LBHNC, KVCacheLayout.LBNHC
 LATENT = LatentSpec(block_size=4, row_bytes=8)

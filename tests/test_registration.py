@@ -147,6 +147,10 @@ def test_a_tensor_without_strides_is_refused() -> None:
         (lambda t: t.transpose(1, 2).contiguous().transpose(1, 2), "stride-contradicts-layout"),
         (lambda t: t.repeat(1, 1, 2, 1)[:, :, ::2], "stride-contradicts-layout"),
         (lambda t: t.repeat(1, 1, 1, 2)[..., ::2], "stride-contradicts-layout"),
+        (
+            lambda t: t.new_zeros(BLOCKS, 2, 5 * ROW)[:, :, : 4 * ROW].unflatten(2, (4, ROW)),
+            "stride-contradicts-layout",
+        ),  # heads apart by what is no other head
         (lambda t: t[:1].expand(BLOCKS, -1, -1, -1), "overlapping"),
         (lambda t: t[:, :1].expand(-1, 2, -1, -1), "stride-contradicts-layout"),
         (lambda t: t[:-1], "shape-contradicts-spec"),
@@ -246,6 +250,22 @@ def test_layers_that_overlap_in_a_later_block_only_are_found() -> None:
             assert codes(refused(context, caches)) == dict.fromkeys("ab", "overlapping")
         else:
             kv.Connector(context).register(caches)
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_layers_one_behind_the_other_may_touch_but_not_share_a_byte(overlap: int) -> None:
+    """All blocks of a, then all blocks of b."""
+    slab = torch.zeros(2 * BLOCKS * PAGE, dtype=torch.uint8)
+    placed = {
+        "a": kv.SlabPlacement(offset=0, block_stride=PAGE),
+        "b": kv.SlabPlacement(offset=BLOCKS * PAGE - overlap, block_stride=PAGE),
+    }
+    context = context_of({"a": SPEC, "b": SPEC})
+    caches = kv.KVCaches(slab=slab, placements=placed)
+    if overlap:
+        assert codes(refused(context, caches)) == dict.fromkeys("ab", "overlapping")
+    else:
+        kv.Connector(context).register(caches)
 
 
 def test_one_tensor_for_two_layers_is_an_overlap() -> None:

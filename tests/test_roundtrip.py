@@ -766,6 +766,63 @@ def test_c18_a_replicated_latent_has_one_writer_and_each_rank_writes_its_own_sta
     assert four[0][0].format_id != two[0][0].format_id
 
 
+@pytest.mark.parametrize(
+    "grid",
+    [
+        kv.ParallelGrid(),
+        kv.ParallelGrid(tp=2, pp=2),
+        kv.ParallelGrid(tp=2, pcp=2),
+        kv.ParallelGrid(tp=2, dcp=2, pp=3),
+    ],
+    ids=lambda grid: f"tp{grid.tp}-pp{grid.pp}-dcp{grid.dcp}-pcp{grid.pcp}",
+)
+@pytest.mark.parametrize("canonical", [True, False])
+def test_recurrent_state_is_a_slice_for_each_rank_that_holds_the_layer(
+    grid: kv.ParallelGrid, canonical: bool
+) -> None:
+    """Layers of 10 and 6 B; a byte tells layer, rank and place. Other stages hold no part."""
+    sizes = {"s0": 10, "s1": 6, "s2": 10}
+    geometry = kv.CacheGeometry(
+        layers={name: kv.StateSpec(state_bytes=size) for name, size in sizes.items()},
+        num_blocks=3,
+    )
+    stage_of = geometry.stage_of(grid.pp)
+    held = {
+        (name, rank): scrambled(np.arange(size) + 1000 * rank + 100 * index)
+        for index, (name, size) in enumerate(sizes.items())
+        for rank, place in enumerate(places(grid))
+        if stage_of[name] == place.pp
+    }
+    by_rank = lambda pair: (pair[1], pair[0])  # noqa: E731
+    order = sorted(held) if canonical else sorted(held, key=by_rank)
+    record = b"".join(held[pair].tobytes() for pair in order)
+    pool = sentinel_pool(2, len(record))
+
+    def connect(rank: int) -> tuple[kv.Connector, dict[str, torch.Tensor]]:
+        context = kv.PolicyContext(geometry=geometry, grid=grid, rank=rank, canonical=canonical)
+        connector = kv.Connector(context, builtins(), host=pool)
+        caches = {
+            name: torch.full((3, geometry.layers[name].state_bytes), SENTINEL, dtype=torch.uint8)
+            for name in context.stage_layers
+        }
+        connector.register(caches)
+        return connector, caches
+
+    for rank in range(grid.size):
+        connector, caches = connect(rank)
+        for name, cache in caches.items():
+            cache[2] = torch.from_numpy(held[name, rank])
+        done(connector, connector.store([2], [1]))
+        assert connector.record_bytes == len(record)
+    np.testing.assert_array_equal(pool.rows.numpy(), expected_rows(pool, {1: record}))
+    for rank in range(grid.size):
+        connector, caches = connect(rank)
+        done(connector, connector.load([1], [0]))
+        for name, cache in caches.items():
+            assert cache[0].numpy().tobytes() == held[name, rank].tobytes()
+            assert (cache[1:] == SENTINEL).all()
+
+
 @pytest.mark.parametrize("other", [(44,), (21, 23), (30, 14), (1, 42, 1)], ids=str)
 def test_c19_records_do_not_depend_on_the_stages_and_layers_pair_by_name(
     other: tuple[int, ...],

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from kvpolicy.canonical import page_mapping
 from kvpolicy.errors import Refusal
-from kvpolicy.geometry import AttentionSpec, LatentSpec, StateSpec
 from kvpolicy.grid import ParallelGrid
 from kvpolicy.layout import KVCacheLayout
 from kvpolicy.pages import StridedPage
+from kvpolicy.specs import AttentionSpec, LatentSpec, StateSpec
 from kvpolicy.strides import TensorFacts, page_of_tensor
 
 HND, NHD = KVCacheLayout.LBHNC, KVCacheLayout.LBNHC

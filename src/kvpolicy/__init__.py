@@ -35,27 +35,21 @@ from kvpolicy.errors import (
     UnknownJobError,
     UnknownPluginError,
 )
-from kvpolicy.geometry import AttentionSpec, CacheGeometry, LatentSpec, LayerGroup, StateSpec
+from kvpolicy.geometry import CacheGeometry, LayerGroup
 from kvpolicy.grid import ParallelGrid, Rank
 from kvpolicy.hooks import hookimpl
 from kvpolicy.layout import KVCacheLayout
 from kvpolicy.pages import StridedPage
 from kvpolicy.plugins import PluginInfo, PluginSet, load_plugins, select
+from kvpolicy.specs import AttentionSpec, LatentSpec, StateSpec
 
 if TYPE_CHECKING:
     from kvpolicy.caches import KVCaches, LayerPages, SlabPlacement
     from kvpolicy.connector import Connector
     from kvpolicy.hostpool import HostPool
+    from kvpolicy.plan import PlannedCopy, TransferPlan
     from kvpolicy.registration import Registration
-    from kvpolicy.transfer import (
-        PlannedCopy,
-        Span,
-        TransferHandle,
-        TransferJob,
-        TransferPart,
-        TransferPlan,
-        TransferResult,
-    )
+    from kvpolicy.transfer import Span, TransferHandle, TransferJob, TransferPart, TransferResult
 
 __version__ = "0.1.0"
 
@@ -64,14 +58,14 @@ _LAZY = {
     "HostPool": "hostpool",
     "KVCaches": "caches",
     "LayerPages": "caches",
-    "PlannedCopy": "transfer",
+    "PlannedCopy": "plan",
     "Registration": "registration",
     "SlabPlacement": "caches",
     "Span": "transfer",
     "TransferHandle": "transfer",
     "TransferJob": "transfer",
     "TransferPart": "transfer",
-    "TransferPlan": "transfer",
+    "TransferPlan": "plan",
     "TransferResult": "transfer",
 }
 

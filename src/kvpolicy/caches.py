@@ -16,8 +16,8 @@ from kvpolicy.canonical import local_heads
 from kvpolicy.context import PolicyContext
 from kvpolicy.decision import LayoutDecision
 from kvpolicy.errors import OptionError, Refusal
-from kvpolicy.geometry import MAX_SIZE, LayerSpec
 from kvpolicy.pages import PageShape, StridedPage, page_shape
+from kvpolicy.specs import MAX_SIZE, LayerSpec
 from kvpolicy.strides import TensorFacts, page_of_tensor
 
 

@@ -15,10 +15,10 @@ import attrs
 
 from kvpolicy.boxes import Box, Dim, box, joined
 from kvpolicy.errors import Refusal
-from kvpolicy.geometry import LayerSpec, PagedSpec, StateSpec
 from kvpolicy.grid import HeadShards, ParallelGrid, Rank, head_shards
 from kvpolicy.layout import KVCacheLayout
 from kvpolicy.pages import page_shape
+from kvpolicy.specs import LayerSpec, PagedSpec, StateSpec
 
 
 @attrs.frozen(kw_only=True)

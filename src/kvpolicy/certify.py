@@ -9,10 +9,10 @@ import attrs
 from kvpolicy.boxes import Box, boxes_tile, compose
 from kvpolicy.canonical import PageMapping, local_heads, page_mapping
 from kvpolicy.errors import GeometryError, LayoutError, Refusal
-from kvpolicy.geometry import SPEC_TYPES, LayerSpec
 from kvpolicy.grid import ParallelGrid, Rank
 from kvpolicy.layout import KVCacheLayout
 from kvpolicy.pages import page_in_layout, unplaceable
+from kvpolicy.specs import SPEC_TYPES, LayerSpec
 
 
 @attrs.frozen(kw_only=True)

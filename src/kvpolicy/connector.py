@@ -27,21 +27,12 @@ from kvpolicy.errors import (
 from kvpolicy.hostpool import HostPool, as_pool
 from kvpolicy.identity import GroupFormat
 from kvpolicy.jobs import Jobs
-from kvpolicy.plugins import PluginSet, load_plugins, select
-from kvpolicy.plugins.loading import plugin_names
+from kvpolicy.plan import TransferPlan, plan_group
+from kvpolicy.plugins import PluginSet, load_plugins, plugin_names, select
 from kvpolicy.records import GroupRecord
 from kvpolicy.registration import Registration
 from kvpolicy.startup import register_layers, start_up
-from kvpolicy.transfer import (
-    BlockIds,
-    Direction,
-    TransferPlan,
-    TransferResult,
-    check_ids,
-    check_unique,
-    make_job,
-    plan_group,
-)
+from kvpolicy.transfer import BlockIds, Direction, TransferResult, check_ids, check_unique, make_job
 
 
 class Connector:

@@ -11,9 +11,10 @@ import attrs
 
 from kvpolicy.certify import canonical_order_of
 from kvpolicy.errors import GeometryError, OptionError
-from kvpolicy.geometry import CacheGeometry, LayerSpec
+from kvpolicy.geometry import CacheGeometry
 from kvpolicy.grid import ParallelGrid, Rank
 from kvpolicy.layout import KVCacheLayout
+from kvpolicy.specs import LayerSpec
 
 
 def _layouts(value: Iterable[str | KVCacheLayout] | None) -> frozenset[KVCacheLayout] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 
 from kvpolicy.errors import GeometryError, Refusal
-from kvpolicy.geometry import int_between, shown
+from kvpolicy.specs import int_between, shown
 
 MAX_RANKS = 4_096
 _degree = int_between(1, MAX_RANKS)

@@ -15,9 +15,9 @@ import attrs
 
 from kvpolicy.context import PolicyContext
 from kvpolicy.decision import LayoutDecision
-from kvpolicy.geometry import AttentionSpec, LatentSpec, LayerSpec
 from kvpolicy.grid import ParallelGrid
 from kvpolicy.records import GroupRecord
+from kvpolicy.specs import AttentionSpec, LatentSpec, LayerSpec
 
 FORMAT_VERSION = 1
 _DIGEST_CHARS = 32

@@ -10,8 +10,8 @@ import attrs
 
 from kvpolicy.boxes import Box, Dim, box, disjoint
 from kvpolicy.errors import Refusal
-from kvpolicy.geometry import LayerSpec, StateSpec
 from kvpolicy.layout import KVCacheLayout
+from kvpolicy.specs import LayerSpec, StateSpec
 
 
 @attrs.frozen(kw_only=True)

@@ -19,9 +19,10 @@ from kvpolicy.certify import Certificate, certify
 from kvpolicy.context import PolicyContext
 from kvpolicy.decision import LayoutDecision
 from kvpolicy.errors import Refusal
-from kvpolicy.geometry import LayerGroup, LayerSpec
+from kvpolicy.geometry import LayerGroup
 from kvpolicy.grid import ParallelGrid
 from kvpolicy.pages import StridedPage, page_in_layout
+from kvpolicy.specs import LayerSpec
 
 Proofs = Mapping[str, Certificate | Refusal]
 

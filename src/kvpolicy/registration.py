@@ -20,8 +20,8 @@ from kvpolicy.caches import KVCaches, LayerPages, read_layer
 from kvpolicy.canonical import local_heads
 from kvpolicy.context import PolicyContext
 from kvpolicy.errors import OptionError, Refusal, RegistrationError
-from kvpolicy.geometry import LayerSpec, StateSpec
 from kvpolicy.pages import StridedPage, page_shape
+from kvpolicy.specs import LayerSpec, StateSpec
 
 _RAW_DTYPES = (torch.uint8, torch.int8)
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 from kvpolicy.errors import Refusal
-from kvpolicy.geometry import AttentionSpec, LayerSpec, StateSpec
 from kvpolicy.layout import KVCacheLayout
 from kvpolicy.pages import (
     PageShape,
@@ -18,6 +17,7 @@ from kvpolicy.pages import (
     placed_box,
     unplaceable,
 )
+from kvpolicy.specs import AttentionSpec, LayerSpec, StateSpec
 
 
 @attrs.frozen(kw_only=True)

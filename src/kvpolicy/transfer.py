@@ -1,8 +1,7 @@
-"""A transfer job, the plan behind it, and the result that comes of it.
+"""A transfer job, the handle of one under way, and the result that comes of it.
 
-A plan is made once per registration, group and pool: strided boxes from the engine's storages to
-the pool's rows, equal layers joined into one. A job is a plan with block ids and slots; it covers
-many blocks, and consecutive pairs become spans, which are the same boxes with one more dimension.
+A job is a plan with block ids and slots; it covers many blocks, and consecutive pairs become
+spans, which are the plan's boxes with one more dimension.
 """
 
 from __future__ import annotations
@@ -18,64 +17,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvpolicy.boxes import Box, Dim, box, compose
-from kvpolicy.errors import BlockIdError, OptionError, Refusal, RegistrationError
-from kvpolicy.records import GroupRecord
-from kvpolicy.registration import Registration
+from kvpolicy.boxes import Dim, box
+from kvpolicy.errors import BlockIdError, OptionError
+from kvpolicy.plan import TransferPlan
 
 Direction = Literal["store", "load"]
 BlockIds = NDArray[np.int64]
 
 MAX_JOB_BLOCKS = 2**24
 _FIRST_NAP, _LONGEST_NAP = 0.0001, 0.005
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class PlannedCopy:
-    """One box between a storage and the pool's rows, for every block and slot.
-
-    Byte ``offset + block*block_stride + sum(i*from_stride)`` of ``storage`` is byte
-    ``box.to_offset + sum(i*to_stride)`` of the slot's row, ``box.size`` of them together.
-
-    Attributes:
-        storage: the engine's whole storage as uint8, one dimension.
-        offset: bytes to block 0, ``box.from_offset`` not counted.
-        block_stride: bytes from one block to the next.
-        box: memory -> row.
-        layers: the layers that it copies.
-    """
-
-    storage: torch.Tensor = attrs.field(repr=False)
-    offset: int
-    block_stride: int
-    box: Box
-    layers: tuple[str, ...]
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class TransferPlan:
-    """The copies that one rank makes for one group's blocks in one pool.
-
-    Attributes:
-        rows: the pool's rows, uint8 of shape (num_slots, row_stride).
-        num_blocks: blocks of the engine's caches.
-        num_writers, writer_index: this rank stores slot s if
-            ``s % num_writers == writer_index``; it loads every slot.
-        copies: the boxes.
-        device: where the engine's storages lie, such as "cpu" or "cuda:0".
-    """
-
-    rows: torch.Tensor = attrs.field(repr=False)
-    num_blocks: int
-    num_writers: int
-    writer_index: int
-    copies: tuple[PlannedCopy, ...] = attrs.field(repr=False)
-    device: str
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes that one block's copies move."""
-        return sum(copy.box.bytes for copy in self.copies)
 
 
 class Span(NamedTuple):
@@ -310,106 +260,6 @@ def check_unique(ids: BlockIds, what: str) -> None:
             f"{what} id {values[counts > 1][0]} is a destination twice; sources may repeat, "
             "destinations may not"
         )
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    storage = tensor.untyped_storage()
-    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return raw.set_(storage, 0, (storage.nbytes(),), (1,))
-
-
-def plan_group(
-    record: GroupRecord, registration: Registration, rank: int, num_blocks: int, rows: torch.Tensor
-) -> tuple[TransferPlan, ...]:
-    """The plans of one rank for one group: one for each way in which slots elect their writer.
-
-    Raises:
-        RegistrationError: a registered page that cannot be joined with its certificate.
-    """
-    storages: dict[int, torch.Tensor] = {}
-    elected: dict[tuple[int, int], list[PlannedCopy]] = {}
-    device = ""
-    for name in record.group.layer_names:
-        pages = registration.pages.get(name)
-        if pages is None:
-            continue
-        part = record.part(rank, name)
-        page = pages.page.box
-        normal = box(page.size, page.dims, page.from_offset)  # a plugin may leave dims unmerged
-        joined = compose(normal, part.box)
-        if joined is None:
-            why = Refusal(
-                "page-contradicts-spec",
-                "the registered page and the certified one are cut at points that do not divide "
-                "one another; register it row by row",
-            )
-            raise RegistrationError("a registered page cannot be copied", {name: why})
-        device = str(pages.tensor.device)
-        key = pages.tensor.untyped_storage().data_ptr()
-        copy = PlannedCopy(
-            storage=storages.setdefault(key, _bytes_of(pages.tensor)),
-            offset=pages.page.offset,
-            block_stride=pages.page.block_stride,
-            box=joined,
-            layers=(name,),
-        )
-        elected.setdefault((part.num_writers, part.writer_index), []).append(copy)
-    return tuple(
-        TransferPlan(
-            rows=rows,
-            num_blocks=num_blocks,
-            num_writers=writers,
-            writer_index=index,
-            copies=_joined(copies),
-            device=device,
-        )
-        for (writers, index), copies in elected.items()
-    )
-
-
-def _joined(copies: Sequence[PlannedCopy]) -> tuple[PlannedCopy, ...]:
-    """Layers at constant distances in one storage and in the row become one copy."""
-    runs: list[list[PlannedCopy]] = []
-    for copy in copies:
-        if runs and _continues(runs[-1], copy):
-            runs[-1].append(copy)
-        else:
-            runs.append([copy])
-    return tuple(_one(run) for run in runs)
-
-
-def _step(one: PlannedCopy, other: PlannedCopy) -> tuple[int, int]:
-    return _start(other) - _start(one), other.box.to_offset - one.box.to_offset
-
-
-def _start(copy: PlannedCopy) -> int:
-    return copy.offset + copy.box.from_offset
-
-
-def _continues(run: Sequence[PlannedCopy], copy: PlannedCopy) -> bool:
-    first, last = run[0], run[-1]
-    alike = (
-        copy.storage is last.storage
-        and copy.block_stride == last.block_stride
-        and (copy.box.size, copy.box.dims) == (last.box.size, last.box.dims)
-    )
-    step = _step(last, copy)
-    return alike and step[0] > 0 and step[1] > 0 and (len(run) == 1 or step == _step(first, run[1]))
-
-
-def _one(run: Sequence[PlannedCopy]) -> PlannedCopy:
-    first = run[0]
-    if len(run) == 1:
-        return first
-    from_step, to_step = _step(first, run[1])
-    joined = box(
-        first.box.size,
-        [Dim(len(run), from_step, to_step), *first.box.dims],
-        first.box.from_offset,
-        first.box.to_offset,
-    )
-    names = tuple(name for copy in run for name in copy.layers)
-    return attrs.evolve(first, box=joined, layers=names)
 
 
 def make_job(

@@ -16,7 +16,7 @@ from kvpolicy.caches import KVCaches, SlabPlacement
 from kvpolicy.context import PolicyContext
 from kvpolicy.decision import LayoutDecision
 from kvpolicy.errors import OptionError
-from kvpolicy.geometry import AttentionSpec, LayerSpec, StateSpec
+from kvpolicy.specs import AttentionSpec, LayerSpec, StateSpec
 
 SENTINEL = 0xA5
 _MIX = np.uint64(0x9E3779B97F4A7C15)

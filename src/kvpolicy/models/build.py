@@ -6,19 +6,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvpolicy.errors import ConfigError, GeometryError
-from kvpolicy.geometry import (
-    AttentionSpec,
-    CacheGeometry,
-    KVPacking,
-    LatentSpec,
-    LayerGroup,
-    LayerSpec,
-    StateSpec,
-)
+from kvpolicy.geometry import CacheGeometry, LayerGroup
 from kvpolicy.models import dtypes, states
 from kvpolicy.models.kinds import Kinds, layer_count, layer_kinds
 from kvpolicy.models.reading import Keys, levels, shown
 from kvpolicy.models.sizes import Sizes, latent_elements, layer_sizes, without_removed
+from kvpolicy.specs import AttentionSpec, KVPacking, LatentSpec, LayerSpec, StateSpec
 
 MAX_TP = 4_096
 

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from kvpolicy.errors import ConfigError
-from kvpolicy.geometry import MAX_SIZE
+from kvpolicy.specs import MAX_SIZE
 
 MAX_CONFIG_BYTES = 64 * 2**20
 # Where composite models keep their decoder; thinker_config holds a text_config of its own.

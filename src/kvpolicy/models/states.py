@@ -24,9 +24,9 @@ from collections.abc import Callable, Mapping, Sequence
 import attrs
 
 from kvpolicy.errors import ConfigError
-from kvpolicy.geometry import StateSpec
 from kvpolicy.models.dtypes import ITEMSIZES, named
 from kvpolicy.models.reading import Keys
+from kvpolicy.specs import StateSpec
 
 HIDDEN = ("hidden_size", "n_embd", "d_model", "n_embed", "model_dim")
 _WHY = "the size of the recurrent state follows from it"

@@ -1,14 +1,10 @@
-"""Finds, loads and rehearses plugins; whatever goes wrong with one stays with that one."""
+"""Loads and rehearses plugins; whatever goes wrong with one stays with that one."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import inspect
-import re
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
-from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 import pluggy
@@ -16,54 +12,22 @@ import pluggy
 import kvpolicy.hooks as specifications
 from kvpolicy.errors import (
     PLUGIN_FAULTS,
-    DuplicatePluginError,
-    OptionError,
-    PluginError,
-    UnknownPluginError,
     close_names,
 )
 from kvpolicy.hooks import API_VERSION, HOOKS, PROJECT
+from kvpolicy.plugins.discovery import (
+    Candidate,
+    Fault,
+    PluginInfo,
+    check_duplicates,
+    check_known,
+    installed,
+    normal_name,
+    split_plugins,
+)
 from kvpolicy.plugins.selection import Selection
 
-Status = Literal["active", "failed", "not-selected"]
 _REFUSED_MARKS = ("hookwrapper", "wrapper", "tryfirst", "trylast")
-
-
-@attrs.frozen(kw_only=True)
-class PluginInfo:
-    """What is known of one plugin, loaded or not.
-
-    Attributes:
-        name: its entry point's name.
-        distribution, version: what ships it; "" for an object that was handed over.
-        priority: high is asked first.
-        hooks: the hooks that it implements; empty while it is not loaded.
-        status: active, failed or not-selected.
-        reason: why it is not active, "" if it is.
-    """
-
-    name: str
-    distribution: str = ""
-    version: str = ""
-    priority: int = 0
-    hooks: tuple[str, ...] = ()
-    status: Status = "active"
-    reason: str = ""
-
-    @property
-    def described(self) -> str:
-        """Name, distribution and version, for messages."""
-        shipped = f" ({self.distribution} {self.version})" if self.distribution else ""
-        return f"{self.name!r}{shipped}"
-
-    def error(self, message: str) -> PluginError:
-        """The error that names this plugin."""
-        return PluginError(
-            f"plugin {self.described} {message}",
-            plugin_name=self.name,
-            distribution=self.distribution,
-            version=self.version,
-        )
 
 
 @attrs.frozen(kw_only=True)
@@ -124,143 +88,6 @@ class PluginSet:
         return attrs.evolve(self, active=active, infos=tuple(infos))
 
 
-@attrs.frozen(kw_only=True)
-class _Candidate:
-    """A plugin before it is loaded."""
-
-    name: str
-    load: Callable[[], object]
-    distribution: str = ""
-    version: str = ""
-
-    def info(self, **changes: Any) -> PluginInfo:
-        known = PluginInfo(name=self.name, distribution=self.distribution, version=self.version)
-        return attrs.evolve(known, **changes)
-
-
-def _normal(distribution: str) -> str:
-    return re.sub(r"[-_.]+", "-", distribution).lower()
-
-
-def _installed() -> list[_Candidate]:
-    """Every entry point of the group, read from metadata; nothing is imported."""
-    return [_candidate(entry) for entry in importlib.metadata.entry_points(group=PROJECT)]
-
-
-def _candidate(entry: importlib.metadata.EntryPoint) -> _Candidate:
-    dist = entry.dist
-    distribution: object = ""
-    version: object = ""
-    try:
-        if dist is not None:
-            distribution, version = dist.name, dist.version
-    except Exception:  # noqa: BLE001  METADATA that is missing or broken raises anything
-        distribution = None
-    if not isinstance(distribution, str) or not isinstance(version, str):
-        return _Candidate(name=entry.name, load=partial(_damaged, entry))
-    return _Candidate(
-        name=entry.name, load=partial(_resolve, entry), distribution=distribution, version=version
-    )
-
-
-def _damaged(entry: importlib.metadata.EntryPoint) -> object:
-    raise _Fault(
-        f"has an installation whose METADATA lacks a name or version; install again what provides "
-        f"{entry.value!r}"
-    )
-
-
-def _resolve(entry: importlib.metadata.EntryPoint) -> object:
-    if entry.pattern.match(entry.value) is None:
-        raise _Fault(
-            f"has an entry point {entry.value!r}, which is no reference; possible: module or "
-            "module:object"
-        )
-    return entry.load()
-
-
-def _own_name(plugin: object) -> str:
-    """What the object calls itself, "" if nothing."""
-    try:
-        name = getattr(plugin, "name", None)
-    except Exception:  # noqa: BLE001  a property may raise anything
-        return ""
-    return name if isinstance(name, str) else ""
-
-
-def _object_name(plugin: object) -> str:
-    if name := _own_name(plugin):
-        return name
-    if isinstance(plugin, ModuleType):
-        return plugin.__name__
-    return plugin.__name__ if isinstance(plugin, type) else type(plugin).__name__
-
-
-def _handed(plugin: object, name: str | None = None) -> _Candidate:
-    return _Candidate(name=name or _object_name(plugin), load=lambda: plugin)
-
-
-def _split(plugins: object) -> tuple[list[_Candidate], list[str] | None]:
-    """The objects and the names of a ``plugins`` argument."""
-    if plugins is None:
-        return [], None
-    if isinstance(plugins, Mapping):
-        return [_handed(plugin, str(name)) for name, plugin in plugins.items()], []
-    if isinstance(plugins, str):
-        return [], [part for part in plugins.split(",") if part.strip()]
-    if not isinstance(plugins, Iterable):
-        raise OptionError(
-            "plugins is a PluginSet, a list of names and objects, or a mapping of names to "
-            f"objects, not {plugins!r}"
-        )
-    items = list(plugins)
-    names = [item for item in items if isinstance(item, str)]
-    objects: list[_Candidate] = []
-    taken: dict[str, int] = {}
-    for item in items:
-        if isinstance(item, str):
-            continue
-        candidate = _handed(item)
-        taken[candidate.name] = count = taken.get(candidate.name, 0) + 1
-        if count > 1 and not _own_name(item):
-            candidate = attrs.evolve(candidate, name=f"{candidate.name}-{count}")
-        objects.append(candidate)
-    return objects, names
-
-
-def plugin_names(plugins: object) -> list[str] | None:
-    """The names in a ``plugins`` argument; None if it leaves the choice to other sources."""
-    return _split(plugins)[1]
-
-
-def _check_duplicates(candidates: Iterable[_Candidate]) -> None:
-    by_name: dict[str, list[str]] = {}
-    for one in candidates:
-        shipped = f"{one.distribution} {one.version}" if one.distribution else "an object"
-        by_name.setdefault(one.name, []).append(shipped)
-    for name, sources in by_name.items():
-        if len(sources) > 1:
-            sources.sort()
-            count = "two" if len(sources) == 2 else str(len(sources))
-            raise DuplicatePluginError(
-                f"{count} plugins are named {name!r}: from {' and from '.join(sources)}; "
-                "keep one of them, uninstall or rename the others",
-                plugin_name=name,
-                distribution=" and ".join(sources),
-            )
-
-
-def _check_known(names: Iterable[str], known: Iterable[str], source: str) -> None:
-    known = set(known)
-    for name in names:
-        if name not in known:
-            raise UnknownPluginError(
-                f"{source} names plugin {name!r}, which is not installed; "
-                f"{close_names(name, known)}",
-                name,
-            )
-
-
 def load_plugins(selection: Selection, plugins: object = None) -> PluginSet:
     """Finds, loads and rehearses plugins, each on its own.
 
@@ -274,14 +101,14 @@ def load_plugins(selection: Selection, plugins: object = None) -> PluginSet:
         UnknownPluginError: a selected name, or a priority's, that is not installed.
         PluginError: strict, and a plugin is faulty.
     """
-    objects, _ = _split(plugins)
-    candidates = sorted([*_installed(), *objects], key=lambda c: c.name)
-    _check_duplicates(candidates)
+    objects, _ = split_plugins(plugins)
+    candidates = sorted([*installed(), *objects], key=lambda c: c.name)
+    check_duplicates(candidates)
     known = {candidate.name for candidate in candidates}
-    _check_known(selection.names or (), known, selection.source)
-    _check_known(selection.priorities, known, "a priority")
+    check_known(selection.names or (), known, selection.source)
+    check_known(selection.priorities, known, "a priority")
     wanted = set(known if selection.names is None else selection.names)
-    wanted |= {one.name for one in candidates if _normal(one.distribution) == PROJECT}
+    wanted |= {one.name for one in candidates if normal_name(one.distribution) == PROJECT}
     wanted |= {one.name for one in objects}
     active, infos = [], []
     for candidate in candidates:
@@ -304,12 +131,12 @@ def load_plugins(selection: Selection, plugins: object = None) -> PluginSet:
     )
 
 
-def _load(candidate: _Candidate, priority: int | None) -> Plugin | PluginInfo:
+def _load(candidate: Candidate, priority: int | None) -> Plugin | PluginInfo:
     """The plugin, ready to be asked; or what is known of it, with the reason why it is out."""
     placed: dict[str, Any] = {} if priority is None else {"priority": priority}
     try:
         plugin = candidate.load()
-    except _Fault as fault:
+    except Fault as fault:
         return candidate.info(status="failed", reason=str(fault), **placed)
     except PLUGIN_FAULTS as error:
         reason = f"cannot be imported: {_told(error)}"
@@ -317,7 +144,7 @@ def _load(candidate: _Candidate, priority: int | None) -> Plugin | PluginInfo:
     try:
         implementations = _rehearse(plugin, candidate.name)
         placed.setdefault("priority", _own_priority(plugin))
-    except _Fault as fault:
+    except Fault as fault:
         return candidate.info(status="failed", reason=str(fault), **placed)
     except PLUGIN_FAULTS as error:
         return candidate.info(
@@ -331,26 +158,22 @@ def _told(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
-class _Fault(Exception):
-    """Why a plugin is out; ends the sentence that begins with its name."""
-
-
 def _own_priority(plugin: object) -> int:
     priority = getattr(plugin, "priority", 0)
     if isinstance(priority, bool) or not isinstance(priority, int):
-        raise _Fault(f"has priority {priority!r}, which is not a whole number")
+        raise Fault(f"has priority {priority!r}, which is not a whole number")
     return priority
 
 
 def _rehearse(plugin: object, name: str) -> Mapping[str, _Implementation]:
     """Registers the plugin in a manager that is thrown away, since registering is not atomic."""
     if inspect.isclass(plugin):
-        raise _Fault("is a class; give an instance or a module")
+        raise Fault("is a class; give an instance or a module")
     needed = getattr(plugin, "requires_api", API_VERSION)
     if isinstance(needed, bool) or not isinstance(needed, int):
-        raise _Fault(f"has requires_api {needed!r}, which is not a whole number")
+        raise Fault(f"has requires_api {needed!r}, which is not a whole number")
     if needed > API_VERSION:
-        raise _Fault(
+        raise Fault(
             f"requires plugin API {needed}, but this kvpolicy has {API_VERSION}; upgrade kvpolicy "
             "or install an older version of the plugin"
         )
@@ -361,25 +184,25 @@ def _rehearse(plugin: object, name: str) -> Mapping[str, _Implementation]:
         manager.check_pending()
     except pluggy.PluginValidationError as error:
         misfits = _misfits(plugin, name) or " ".join(str(error).split())
-        raise _Fault(f"does not fit the hooks: {misfits}") from None
+        raise Fault(f"does not fit the hooks: {misfits}") from None
     found: dict[str, _Implementation] = {}
     for caller in manager.get_hookcallers(plugin) or []:
         if caller.name not in HOOKS:
-            raise _Fault(f"does not fit the hooks: {_misfits(plugin, name)}")
+            raise Fault(f"does not fit the hooks: {_misfits(plugin, name)}")
         for implementation in caller.get_hookimpls():
             marks = [mark for mark in _REFUSED_MARKS if getattr(implementation, mark)]
             if marks:
-                raise _Fault(
+                raise Fault(
                     f"marks {caller.name!r} as {marks[0]}; wrappers, tryfirst and trylast are "
                     "refused, set its priority instead"
                 )
             if caller.name in found:
-                raise _Fault(f"implements {caller.name!r} twice; keep one of the two functions")
+                raise Fault(f"implements {caller.name!r} twice; keep one of the two functions")
             found[caller.name] = _Implementation(
                 function=implementation.function, argnames=tuple(implementation.argnames)
             )
     if not found:
-        raise _Fault(
+        raise Fault(
             f"has no hook; mark one of {', '.join(HOOKS)} with @kvpolicy.hookimpl (another "
             "project's marker does not count)"
         )

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from kvpolicy.canonical import local_heads
 from kvpolicy.decision import Vote
 from kvpolicy.errors import Refusal
-from kvpolicy.geometry import LayerSpec, StateSpec
 from kvpolicy.hooks import hookimpl
 from kvpolicy.pages import page_shape
+from kvpolicy.specs import LayerSpec, StateSpec
 
 if TYPE_CHECKING:
     from kvpolicy.caches import KVCaches

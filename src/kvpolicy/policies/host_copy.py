@@ -16,13 +16,8 @@ from kvpolicy.hooks import hookimpl
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kvpolicy.transfer import (
-        PlannedCopy,
-        TransferHandle,
-        TransferJob,
-        TransferPlan,
-        TransferResult,
-    )
+    from kvpolicy.plan import PlannedCopy, TransferPlan
+    from kvpolicy.transfer import TransferHandle, TransferJob, TransferResult
 
     Bytes = NDArray[np.uint8]
     Views = tuple[tuple[Bytes, Bytes], ...]
