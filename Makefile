@@ -14,6 +14,9 @@ SOURCES := $(shell find src -name __pycache__ -prune -o -print)
 
 DEPS := $(VENV)/.deps
 INSTALLED := $(VENV)/.installed
+# Our plugins are installed beside the environment, so that the core's suite runs without them.
+PLUGINS := $(VENV)/plugins
+PLUGIN_SOURCES := $(shell find plugins -name __pycache__ -prune -o -print)
 MODEL := tests/models/qwen3-30b-a3b.json
 
 .DEFAULT_GOAL := help
@@ -29,8 +32,9 @@ demo: $(INSTALLED)  ## explain and round-trip a real model's KV cache
 	$(BIN)/kvpolicy explain $(MODEL) --tp 2 --canonical
 	$(BIN)/kvpolicy roundtrip $(MODEL) --tp 2 --load-tp 4 --canonical --blocks 64
 
-test: $(INSTALLED)  ## run the test suite; PYTEST_ARGS="-k name -x" narrows it
+test: $(INSTALLED) $(PLUGINS)  ## run the test suite; PYTEST_ARGS="-k name -x" narrows it
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	PYTHONPATH=$(PLUGINS) $(BIN)/python -m pytest plugins $(PYTEST_ARGS)
 
 lint: $(DEPS)  ## check style and formatting
 	$(BIN)/ruff check .
@@ -78,4 +82,9 @@ $(WHEEL): $(SOURCES) pyproject.toml README.md LICENSE $(DEPS)
 
 $(INSTALLED): $(WHEEL) $(DEPS)
 	$(PIP) install --force-reinstall --no-deps --no-index $(WHEEL)
+	@touch $@
+
+$(PLUGINS): $(PLUGIN_SOURCES) $(INSTALLED)
+	@rm -rf $@
+	$(PIP) install --no-deps --no-index --no-build-isolation --target $@ $(wildcard plugins/*)
 	@touch $@

@@ -1,5 +1,8 @@
 """What a policy may look at, and what a context refuses."""
 
+import copy
+import pickle
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -142,3 +145,16 @@ def test_c3_unknown_capabilities_stay_unknown():
     assert BackendCapabilities().stride_aware is None
     assert BackendCapabilities().layouts is None
     assert BackendCapabilities(layouts=[]).layouts == frozenset()
+
+
+def test_a_context_crosses_process_boundaries_and_can_be_copied():
+    here = context(
+        geometry=geometry(1, stages=[1]),
+        options={"kvpolicy": {"plugins": ["a"]}},
+        backend=BackendCapabilities(layouts=["HND"]),
+    )
+    for there in (pickle.loads(pickle.dumps(here)), copy.deepcopy(here)):
+        assert there == here
+        assert hash(there) == hash(here)
+        with pytest.raises(TypeError):
+            there.geometry.layers["b"] = SPEC

@@ -138,18 +138,13 @@ class Reader:
 
     def __post_init__(self) -> None:
         self.monkeypatch.syspath_prepend(self.home)
-        installed = importlib.metadata.entry_points
+        installed = importlib.metadata.distributions
 
-        def entry_points(**selected: str) -> importlib.metadata.EntryPoints:
+        def distributions() -> Iterator[importlib.metadata.Distribution]:
             """What a newcomer has: kvpolicy, and what the page installs."""
-            found = installed(**selected)
-            return importlib.metadata.EntryPoints(
-                entry
-                for entry in found
-                if entry.group != "kvpolicy" or entry.dist.name in self.distributions
-            )
+            return (dist for dist in installed() if dist.name in self.distributions)
 
-        self.monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+        self.monkeypatch.setattr(importlib.metadata, "distributions", distributions)
 
     def read_all(self, page: Path) -> None:
         for block in blocks(page):

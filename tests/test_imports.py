@@ -27,6 +27,7 @@ ROOMS = (
     "canonical",
     "certify",
     "context",
+    "slabs",
     "decision",
     "records",
     "identity",
@@ -271,7 +272,7 @@ def test_importing_kvpolicy_makes_no_manager_reads_no_entry_point_and_starts_no_
         "def refuse(*args, **kwargs):\n"
         "    raise AssertionError('at import')\n"
         "pluggy.PluginManager.__init__ = refuse\n"
-        "importlib.metadata.entry_points = refuse\n"
+        "importlib.metadata.distributions = refuse\n"
         "before = dict(os.environ)\n"
         "import kvpolicy, kvpolicy.plugins, kvpolicy.models, kvpolicy.policies.canonical\n"
         "import kvpolicy.policies.cross_layer, kvpolicy.policies.direct\n"

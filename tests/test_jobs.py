@@ -218,7 +218,7 @@ def raising(error: Exception) -> Callable[[], object]:
         (lambda: None, "gave None, not a TransferResult"),
         (lambda: "done", "gave 'done', not a TransferResult"),
         (lambda: True, "gave True, not a TransferResult"),
-        (lambda: Unspeakable(), "raised RuntimeError: no words"),
+        (lambda: Unspeakable(), "gave a Unspeakable that cannot be shown, not a TransferResult"),
         (lambda: fine(77), "gave the result of job 77 for job 0"),
         (lambda: fine(0, bytes=BYTES - 1), "reports success with 127 of 128 B and 0 failed ids"),
         (lambda: fine(0, bytes=0), "reports success with 0 of 128 B"),

@@ -271,6 +271,14 @@ def test_a_plugin_that_is_not_selected_cannot_be_a_fault(install):
     assert (info.distribution, info.version) == ("acme-import-error", "3.1")
 
 
+def test_entry_points_that_cannot_be_read_are_one_fault_among_good_plugins(install):
+    install("broken_entry_points", "good")
+    info = listed(load_plugins(select()), "broken-entry-points")
+    assert info.status == "failed"
+    assert "metadata cannot be read; install again" in info.reason
+    assert listed(load_plugins(select()), "good").status == "active"
+
+
 @pytest.mark.parametrize("case", ["no_metadata", "latin_metadata"])
 def test_an_installation_without_readable_metadata_is_one_fault_among_good_plugins(install, case):
     name = case.replace("_", "-")
@@ -279,11 +287,11 @@ def test_an_installation_without_readable_metadata_is_one_fault_among_good_plugi
     info = listed(found, name)
     assert info.status == "failed"
     assert info.reason == (
-        "has an installation whose METADATA lacks a name or version; install again what provides "
+        "has an installation whose metadata cannot be read; install again what provides "
         f"'acme_{case}:policy'"
     )
     assert listed(found, "good").status == "active"
-    with pytest.raises(PluginError, match=f"^plugin '{name}' has an installation whose METADATA"):
+    with pytest.raises(PluginError, match=f"^plugin '{name}' has an installation whose metadata"):
         chosen(name, strict=True)
 
 

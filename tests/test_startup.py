@@ -433,7 +433,7 @@ def test_installed_plugins_in_any_order_give_one_explanation_c6(install, monkeyp
         (
             "raises_in_vote",
             "'raises-in-vote' (acme-raises-in-vote 2.0)",
-            "raised KeyError when asked to vote: 'acme'",
+            "raised an error when asked to vote: KeyError: 'acme'",
         ),
         (
             "wrong_vote",
@@ -465,6 +465,21 @@ def test_a_voter_that_misbehaves_is_wholly_out_and_listed_c25(install, case, shi
         Connector(context(), [name, "good"], strict=True)
     assert str(caught.value) == f"plugin {shipped} {reason}"
     assert caught.value.plugin_name == name
+
+
+def test_a_voter_that_wants_to_exit_is_out_and_start_up_goes_on():
+    class Leaver:
+        name = "leaver"
+
+        @hookimpl
+        def prefer_cross_layer_blocks(self):
+            raise SystemExit("usage: acme COMMAND")
+
+    connector = Connector(context(), [Leaver()])
+    assert connector.decision.decided_by == "cross-layer"
+    info = next(info for info in connector.plugins.infos if info.name == "leaver")
+    assert info.status == "failed"
+    assert info.reason == "raised an error when asked to vote: SystemExit: usage: acme COMMAND"
 
 
 def test_a_voter_that_is_out_is_not_asked_to_register():

@@ -41,6 +41,7 @@ from kvpolicy.hooks import hookimpl
 from kvpolicy.layout import KVCacheLayout
 from kvpolicy.pages import StridedPage
 from kvpolicy.plugins import PluginInfo, PluginSet, load_plugins, select
+from kvpolicy.slabs import slab_obstacle
 from kvpolicy.specs import AttentionSpec, LatentSpec, StateSpec
 
 if TYPE_CHECKING:
@@ -127,6 +128,7 @@ __all__ = [
     "hookimpl",
     "load_plugins",
     "select",
+    "slab_obstacle",
 ]
 
 

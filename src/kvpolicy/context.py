@@ -11,7 +11,7 @@ import attrs
 
 from kvpolicy.certify import canonical_order_of
 from kvpolicy.errors import GeometryError, OptionError
-from kvpolicy.geometry import CacheGeometry
+from kvpolicy.geometry import CacheGeometry, Picklable
 from kvpolicy.grid import ParallelGrid, Rank
 from kvpolicy.layout import KVCacheLayout
 from kvpolicy.specs import LayerSpec
@@ -77,7 +77,7 @@ class BackendCapabilities:
 
 
 @attrs.frozen(kw_only=True)
-class PolicyContext:
+class PolicyContext(Picklable):
     """The engine's wishes and the model's geometry, as one rank states them.
 
     Attributes:

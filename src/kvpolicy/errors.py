@@ -87,6 +87,8 @@ class Refusal:
         return f"{self.code}: {self.detail}"
 
 
+_SHOWN_CHARS = 200
+
 PLUGIN_FAULTS = (Exception, SystemExit)
 """What a plugin's code may raise and the core survives: all but an interrupt."""
 
@@ -297,6 +299,26 @@ class ClosedError(KVPolicyError, RuntimeError):
     """The connector is closed (or was never given what the call needs)."""
 
     code = "closed"
+
+
+def shown(value: object) -> str:
+    """A rejected value for an error's text: short, whatever its own ``__repr__`` does."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"a number of {value.bit_length():,} bits"
+    try:
+        text = repr(value)
+    except PLUGIN_FAULTS:
+        return f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+
+
+def told(error: BaseException) -> str:
+    """A plugin's exception for an error's text, whatever its own ``__str__`` does."""
+    try:
+        text = str(error)
+    except PLUGIN_FAULTS:
+        text = "(no text)"
+    return f"{type(error).__name__}: {text}".rstrip(": ")
 
 
 def close_names(name: str, known: Iterable[str]) -> str:

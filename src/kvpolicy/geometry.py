@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import attrs
 
-from kvpolicy.errors import GeometryError
-from kvpolicy.specs import (
-    SPEC_TYPES,
-    LayerSpec,
-    int_between,
-    seeing_self,
-    shown,
-)
+from kvpolicy.errors import GeometryError, shown
+from kvpolicy.specs import SPEC_TYPES, LayerSpec, int_between, seeing_self
 
 MAX_LAYERS = 4_096
 
@@ -142,8 +137,23 @@ def _default_groups(layers: Mapping[str, LayerSpec]) -> tuple[LayerGroup, ...]:
     )
 
 
+def _remade(cls: type, fields: Mapping[str, Any]) -> object:
+    return cls(**fields)
+
+
+class Picklable:
+    """Lets a value that holds read-only mappings be copied and cross process boundaries."""
+
+    __slots__ = ()
+
+    def __reduce__(self: attrs.AttrsInstance) -> tuple[Any, ...]:
+        values = {field.name: getattr(self, field.name) for field in attrs.fields(type(self))}
+        plain = {n: dict(v) if isinstance(v, Mapping) else v for n, v in values.items()}
+        return _remade, (type(self), plain)
+
+
 @attrs.frozen(kw_only=True)
-class CacheGeometry:
+class CacheGeometry(Picklable):
     """The whole model's KV cache, before any parallelism.
 
     Attributes:

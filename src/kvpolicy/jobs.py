@@ -12,7 +12,14 @@ from collections.abc import Callable, Iterable
 
 import attrs
 
-from kvpolicy.errors import PLUGIN_FAULTS, NoTransferError, OptionError, UnknownJobError
+from kvpolicy.errors import (
+    PLUGIN_FAULTS,
+    NoTransferError,
+    OptionError,
+    UnknownJobError,
+    shown,
+    told,
+)
 from kvpolicy.plugins import PluginSet
 from kvpolicy.transfer import TransferHandle, TransferJob, TransferResult, failed
 
@@ -47,7 +54,7 @@ class PendingJob:
                 return None
             return self._checked(self.handle.result())
         except PLUGIN_FAULTS as error:
-            return self._failed(f"raised {type(error).__name__}: {error}")
+            return self._failed(f"raised {told(error)}")
 
     def _failed(self, what: str) -> TransferResult:
         seconds = time.perf_counter() - self.begun
@@ -56,7 +63,7 @@ class PendingJob:
     def _checked(self, result: object) -> TransferResult:
         job = self.job
         if not isinstance(result, TransferResult):
-            return self._failed(f"gave {result!r}, not a TransferResult")
+            return self._failed(f"gave {shown(result)}, not a TransferResult")
         if result.job_id != job.job_id:
             return self._failed(f"gave the result of job {result.job_id} for job {job.job_id}")
         if result.ok and (result.bytes != job.bytes or result.failed_ids):
@@ -118,7 +125,7 @@ class Jobs:
             try:
                 handle = plugin.call("transfer", job=job)
             except PLUGIN_FAULTS as error:
-                wrong = f"raised {type(error).__name__}: {error}"
+                wrong = f"raised {told(error)}"
             else:
                 if handle is None:
                     continue
@@ -133,7 +140,7 @@ class Jobs:
                         )
                     )
                     return
-                wrong = f"answered {handle!r}, not a TransferHandle or None"
+                wrong = f"answered {shown(handle)}, not a TransferHandle or None"
             release(frozenset(job.destinations.tolist()))
             seconds = time.perf_counter() - begun
             self.finished(failed(job, f"plugin {plugin.info.described} {wrong}", seconds))

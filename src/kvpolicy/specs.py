@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 import attrs
 
-from kvpolicy.errors import GeometryError
+from kvpolicy.errors import GeometryError, shown
 
 MAX_BLOCK_TOKENS = 65_536
 MAX_SIZE = 2**40
@@ -17,13 +17,6 @@ KVPacking = Literal["packed", "split"]
 
 def _what(instance: object, attribute: attrs.Attribute[Any]) -> str:
     return f"{type(instance).__name__}.{attribute.name}"
-
-
-def shown(value: object) -> str:
-    """A rejected value for an error's text; a huge number by its length, which Python can print."""
-    if isinstance(value, int) and value.bit_length() > 256:
-        return f"a number of {value.bit_length():,} bits"
-    return repr(value)
 
 
 def int_between(least: int, most: int) -> Any:

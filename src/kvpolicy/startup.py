@@ -12,7 +12,14 @@ from kvpolicy.caches import KVCaches
 from kvpolicy.certify import Certificate
 from kvpolicy.context import PolicyContext
 from kvpolicy.decision import CastVote, LayoutDecision, Vote, decide
-from kvpolicy.errors import PLUGIN_FAULTS, CertificationError, Refusal, RegistrationError
+from kvpolicy.errors import (
+    PLUGIN_FAULTS,
+    CertificationError,
+    Refusal,
+    RegistrationError,
+    shown,
+    told,
+)
 from kvpolicy.explain import explain
 from kvpolicy.identity import GroupFormat
 from kvpolicy.plugins import Plugin, PluginSet
@@ -131,12 +138,12 @@ def _votes(context: PolicyContext, plugins: PluginSet) -> tuple[list[CastVote], 
         try:
             said = plugin.call("prefer_cross_layer_blocks", context=context)
         except PLUGIN_FAULTS as error:
-            reason = f"raised {type(error).__name__} when asked to vote: {error}"
+            reason = f"raised an error when asked to vote: {told(error)}"
             plugins = plugins.without(info.name, reason)
             continue
         vote = Vote(said) if said is None or isinstance(said, bool) else said
         if not isinstance(vote, Vote):
-            reason = f"voted {said!r}; possible: True, False, None or a Vote"
+            reason = f"voted {shown(said)}; possible: True, False, None or a Vote"
             plugins = plugins.without(info.name, reason)
             continue
         votes.append(
@@ -192,11 +199,11 @@ def _answer(started: StartUp, plugin: Plugin, caches: KVCaches) -> Registration 
             _blamed(plugin, f"refuses: {error.message}", error.refusals)
         ) from error
     except PLUGIN_FAULTS as error:
-        what = f"raised {type(error).__name__}: {error}"
+        what = f"raised {told(error)}"
         raise started.refused(_blamed(plugin, what, {})) from error
     if answer is not None and not isinstance(answer, Registration):
         raise started.refused(
-            _blamed(plugin, f"answered {answer!r}, not a Registration or None", {})
+            _blamed(plugin, f"answered {shown(answer)}, not a Registration or None", {})
         )
     return answer
 

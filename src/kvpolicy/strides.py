@@ -155,7 +155,9 @@ def page_of_tensor(
     expected = f"expected {_describe(spec, row, rows, facts.itemsize)}"
     if not facts.shape or facts.shape[0] != rows:
         halves_first = len(facts.shape) > 1 and facts.shape[0] == 2 and facts.shape[1] == rows
-        hint = "; K and V lie outermost: pass tensor.movedim(1, 0)" if halves_first else ""
+        declare = "" if spec.split else "declare kv_packing='split' and "
+        advice = f"; K and V lie outermost: {declare}pass tensor.movedim(1, 0)"
+        hint = advice if halves_first else ""
         if ratio > 1 and facts.shape and facts.shape[0] == num_blocks:
             hint = f"; a block of {spec.block_size} tokens is {ratio} kernel blocks, a row each"
         return Refusal("shape-contradicts-spec", f"{found}, {expected}{hint}")

@@ -85,30 +85,59 @@ def normal_name(distribution: str) -> str:
 
 
 def installed() -> list[Candidate]:
-    """Every entry point of the group, read from metadata; nothing is imported."""
-    return [_candidate(entry) for entry in importlib.metadata.entry_points(group=PROJECT)]
+    """Every entry point of the group, read from metadata; nothing is imported.
+
+    Distribution by distribution, so that one broken installation is one broken plugin.
+    """
+    found: list[Candidate] = []
+    seen: set[str] = set()
+    for dist in importlib.metadata.distributions():
+        try:
+            entries = list(dist.entry_points.select(group=PROJECT))
+        except Exception:  # noqa: BLE001  a file that is broken raises anything
+            found += _broken(dist)
+            continue
+        for candidate in [_candidate(entry, dist) for entry in entries]:
+            name = normal_name(candidate.distribution)
+            # A distribution further back on the path is not the one that is imported.
+            if not name or f"{name}:{candidate.name}" not in seen:
+                found.append(candidate)
+            seen.add(f"{name}:{candidate.name}")
+    return found
 
 
-def _candidate(entry: importlib.metadata.EntryPoint) -> Candidate:
-    dist = entry.dist
-    distribution: object = ""
-    version: object = ""
+def _broken(dist: importlib.metadata.Distribution) -> list[Candidate]:
+    """An installation that cannot be read, if it speaks of this group at all."""
     try:
-        if dist is not None:
-            distribution, version = dist.name, dist.version
+        text = dist.read_text("entry_points.txt") or ""
+    except Exception:  # noqa: BLE001  it is broken
+        return []
+    section = re.search(rf"^\[{PROJECT}\]\s*\n\s*([^\s=\[]+)", text, re.MULTILINE)
+    if section is None:
+        return []
+    return [Candidate(name=section[1], load=partial(_damaged, section[1]))]
+
+
+def _candidate(
+    entry: importlib.metadata.EntryPoint, dist: importlib.metadata.Distribution
+) -> Candidate:
+    distribution: object
+    version: object
+    try:
+        distribution, version = dist.name, dist.version
     except Exception:  # noqa: BLE001  METADATA that is missing or broken raises anything
-        distribution = None
+        distribution = version = None
     if not isinstance(distribution, str) or not isinstance(version, str):
-        return Candidate(name=entry.name, load=partial(_damaged, entry))
+        return Candidate(name=entry.name, load=partial(_damaged, entry.value))
     return Candidate(
         name=entry.name, load=partial(_resolve, entry), distribution=distribution, version=version
     )
 
 
-def _damaged(entry: importlib.metadata.EntryPoint) -> object:
+def _damaged(provided: str) -> object:
     raise Fault(
-        f"has an installation whose METADATA lacks a name or version; install again what provides "
-        f"{entry.value!r}"
+        "has an installation whose metadata cannot be read; install again what provides "
+        f"{provided!r}"
     )
 
 
@@ -128,6 +157,15 @@ def _own_name(plugin: object) -> str:
     except Exception:  # noqa: BLE001  a property may raise anything
         return ""
     return name if isinstance(name, str) else ""
+
+
+def _own_priority(plugin: object) -> int:
+    """Its priority if that can be read, high first; what is wrong with it is found later."""
+    try:
+        priority = getattr(plugin, "priority", 0)
+    except Exception:  # noqa: BLE001  a property may raise anything
+        return 0
+    return -priority if isinstance(priority, int) else 0
 
 
 def _object_name(plugin: object) -> str:
@@ -155,7 +193,8 @@ def split_plugins(plugins: object) -> tuple[list[Candidate], list[str] | None]:
             "plugins is a PluginSet, a list of names and objects, or a mapping of names to "
             f"objects, not {plugins!r}"
         )
-    items = list(plugins)
+    # Nameless objects of one type are told apart by priority before they are by position.
+    items = sorted(plugins, key=_own_priority)
     names = [item for item in items if isinstance(item, str)]
     objects: list[Candidate] = []
     taken: dict[str, int] = {}

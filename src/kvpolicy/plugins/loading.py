@@ -13,6 +13,8 @@ import kvpolicy.hooks as specifications
 from kvpolicy.errors import (
     PLUGIN_FAULTS,
     close_names,
+    shown,
+    told,
 )
 from kvpolicy.hooks import API_VERSION, HOOKS, PROJECT
 from kvpolicy.plugins.discovery import (
@@ -139,7 +141,7 @@ def _load(candidate: Candidate, priority: int | None) -> Plugin | PluginInfo:
     except Fault as fault:
         return candidate.info(status="failed", reason=str(fault), **placed)
     except PLUGIN_FAULTS as error:
-        reason = f"cannot be imported: {_told(error)}"
+        reason = f"cannot be imported: {told(error)}"
         return candidate.info(status="failed", reason=reason, **placed)
     try:
         implementations = _rehearse(plugin, candidate.name)
@@ -148,20 +150,16 @@ def _load(candidate: Candidate, priority: int | None) -> Plugin | PluginInfo:
         return candidate.info(status="failed", reason=str(fault), **placed)
     except PLUGIN_FAULTS as error:
         return candidate.info(
-            status="failed", reason=f"fails its rehearsal: {_told(error)}", **placed
+            status="failed", reason=f"fails its rehearsal: {told(error)}", **placed
         )
     hooks = tuple(hook for hook in HOOKS if hook in implementations)
     return Plugin(info=candidate.info(hooks=hooks, **placed), implementations=implementations)
 
 
-def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".rstrip(": ")
-
-
 def _own_priority(plugin: object) -> int:
     priority = getattr(plugin, "priority", 0)
     if isinstance(priority, bool) or not isinstance(priority, int):
-        raise Fault(f"has priority {priority!r}, which is not a whole number")
+        raise Fault(f"has priority {shown(priority)}, which is not a whole number")
     return priority
 
 
@@ -171,7 +169,7 @@ def _rehearse(plugin: object, name: str) -> Mapping[str, _Implementation]:
         raise Fault("is a class; give an instance or a module")
     needed = getattr(plugin, "requires_api", API_VERSION)
     if isinstance(needed, bool) or not isinstance(needed, int):
-        raise Fault(f"has requires_api {needed!r}, which is not a whole number")
+        raise Fault(f"has requires_api {shown(needed)}, which is not a whole number")
     if needed > API_VERSION:
         raise Fault(
             f"requires plugin API {needed}, but this kvpolicy has {API_VERSION}; upgrade kvpolicy "
@@ -198,8 +196,12 @@ def _rehearse(plugin: object, name: str) -> Mapping[str, _Implementation]:
                 )
             if caller.name in found:
                 raise Fault(f"implements {caller.name!r} twice; keep one of the two functions")
+            offered = inspect.signature(getattr(specifications, caller.name)).parameters
+            # pluggy leaves out arguments with defaults; who names one of ours wants it.
+            wanted = [*implementation.argnames, *implementation.kwargnames]
             found[caller.name] = _Implementation(
-                function=implementation.function, argnames=tuple(implementation.argnames)
+                function=implementation.function,
+                argnames=tuple(name for name in wanted if name in offered),
             )
     if not found:
         raise Fault(
@@ -213,14 +215,14 @@ def _misfits(plugin: object, name: str) -> str:
     """Which hooks pluggy refuses and why, in words that are the same in every process."""
     bare = pluggy.PluginManager(PROJECT)
     bare.register(plugin, name)
-    told = []
+    said = []
     for caller in bare.get_hookcallers(plugin) or []:
         if caller.name not in HOOKS:
-            told.append(f"{caller.name!r} is no hook; {close_names(caller.name, HOOKS)}")
+            said.append(f"{caller.name!r} is no hook; {close_names(caller.name, HOOKS)}")
             continue
         offered = inspect.signature(getattr(specifications, caller.name)).parameters
         asked = dict.fromkeys(a for i in caller.get_hookimpls() for a in i.argnames)
         extra = ", ".join(repr(name) for name in asked if name not in offered)
         if extra:
-            told.append(f"{caller.name!r} asks for {extra}; possible: {', '.join(offered)}")
-    return "; ".join(told)
+            said.append(f"{caller.name!r} asks for {extra}; possible: {', '.join(offered)}")
+    return "; ".join(said)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ PRIORITY_VARIABLE = "KVPOLICY_PRIORITY"
 STRICT_VARIABLE = "KVPOLICY_STRICT"
 PROJECT_OPTION = "kvpolicy"
 _OPTION_KEYS = ("plugins", "priority", "strict")
+_WHOLE = re.compile(r"\s*[+-]?[0-9]{1,18}\s*")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 
@@ -70,7 +72,8 @@ def parse_priorities(value: object, source: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for name, number in pairs:
         try:
-            if isinstance(number, bool) or not isinstance(number, int | str):
+            plain = isinstance(number, str) and _WHOLE.fullmatch(number)
+            if not plain and (isinstance(number, bool) or not isinstance(number, int)):
                 raise ValueError
             found[str(name)] = int(number)
         except ValueError:
@@ -105,7 +108,8 @@ def select(
         OptionError: a value that cannot be, or an unknown key in ``options["kvpolicy"]``.
     """
     environ = os.environ if environ is None else environ
-    own = (options or {}).get(PROJECT_OPTION) or {}
+    own = (options or {}).get(PROJECT_OPTION)
+    own = {} if own is None else own
     if not isinstance(own, Mapping):
         raise OptionError(f"options[{PROJECT_OPTION!r}] is a mapping, not {own!r}")
     for key in own:
