@@ -17,6 +17,7 @@ PACKAGE = Path(kvpolicy.__file__).parent
 # else, and imports for type checkers are exempt.
 ROOMS = (
     "errors",
+    "dtypes",
     "layout",
     "specs",
     "geometry",

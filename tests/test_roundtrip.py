@@ -818,8 +818,8 @@ def test_recurrent_state_is_a_slice_for_each_rank_that_holds_the_layer(
         for rank, place in enumerate(places(grid))
         if stage_of[name] == place.pp
     }
-    by_rank = lambda pair: (pair[1], pair[0])  # noqa: E731
-    order = sorted(held) if canonical else sorted(held, key=by_rank)
+    # Canonical: layer by layer, ranks side by side. Private: rank by rank.
+    order = sorted(held) if canonical else sorted(held, key=lambda pair: (pair[1], pair[0]))
     record = b"".join(held[pair].tobytes() for pair in order)
     pool = sentinel_pool(2, len(record))
 

@@ -343,6 +343,34 @@ def test_layers_are_joined_only_while_their_distance_stays_the_same() -> None:
     assert [copy.layers for copy in plan.copies] == [("a", "b", "c"), ("d", "e"), ("f",)]
 
 
+def test_layers_are_not_joined_across_storages_or_block_strides() -> None:
+    """In both, the layers' offsets look as if they followed one another in one slab."""
+    specs = dict.fromkeys("ab", SPEC)
+    apart = {
+        name: torch.full((PAGE * 12,), 10 * (i + 1), dtype=torch.uint8)[i * PAGE :][: PAGE * 10]
+        for i, name in enumerate(specs)
+    }
+    apart = {name: whole.view(10, PAGE) for name, whole in apart.items()}
+    slab = torch.zeros(40 * PAGE, dtype=torch.uint8)
+    slab[: 10 * PAGE], slab[10 * PAGE :] = 10, 20
+    uneven = kv.KVCaches(
+        slab=slab,
+        placements={
+            "a": kv.SlabPlacement(offset=0, block_stride=PAGE),
+            "b": kv.SlabPlacement(offset=10 * PAGE, block_stride=2 * PAGE),
+        },
+    )
+    for caches in (apart, uneven):
+        engine = Engine()
+        made, _ = connector(engine, specs=specs, caches=caches)
+        (plan,) = plans_of(made, engine)
+        assert [copy.layers for copy in plan.copies] == [("a",), ("b",)]
+        engine.handles[-1].run()
+        for slot in (0, 1):
+            row = made.host.rows[slot, : 2 * PAGE].view(2, PAGE)
+            assert [set(page.tolist()) for page in row] == [{10}, {20}]
+
+
 def test_layers_that_lie_backwards_in_memory_are_not_joined_and_come_out_right() -> None:
     specs = dict.fromkeys("ab", SPEC)
     engine = Engine()

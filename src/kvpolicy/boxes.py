@@ -127,6 +127,11 @@ def box(size: int, dims: Iterable[Dim], from_offset: int = 0, to_offset: int = 0
     return Box(size, tuple(reversed(merged)), from_offset, to_offset)
 
 
+def normal(b: Box) -> Box:
+    """The same bytes in normal form, for a box that was made by hand."""
+    return box(b.size, b.dims, b.from_offset, b.to_offset)
+
+
 def tiles_exactly(starts: Offsets, sizes: Offsets, total: int) -> bool:
     """Whether the intervals cover [0, total) with no gap and no byte twice."""
     order = np.argsort(starts, kind="stable")

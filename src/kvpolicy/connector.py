@@ -21,7 +21,6 @@ from kvpolicy.errors import (
     BlockIdError,
     ClosedError,
     OptionError,
-    RegistrationError,
     close_names,
 )
 from kvpolicy.hostpool import HostPool, as_pool
@@ -290,14 +289,10 @@ class Connector:
         if self._pool is None:
             return {}
         rank, num_blocks = self.context.rank, self.context.geometry.num_blocks
-        try:
-            return {
-                name: plan_group(record, registration, rank, num_blocks, self._pool.rows)
-                for name, record in self._started.records.items()
-            }
-        except RegistrationError as error:
-            self._started.refused(error)
-            raise
+        return {
+            name: plan_group(record, registration, rank, num_blocks, self._pool.rows)
+            for name, record in self._started.records.items()
+        }
 
     def _record(self, group: str | None) -> GroupRecord:
         records = self._started.records

@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 
 from kvpolicy.certify import canonical_order_of
+from kvpolicy.dtypes import plain_dtype
 from kvpolicy.errors import GeometryError, OptionError
 from kvpolicy.geometry import CacheGeometry, Picklable
 from kvpolicy.grid import ParallelGrid, Rank
@@ -45,7 +46,12 @@ def _plain(value: str) -> str:
         raise OptionError(
             f"dtype, encoding and a backend are given by name, not {type(value).__name__} {value!r}"
         )
-    return value.strip().removeprefix("torch.")
+    return value.strip()
+
+
+def _dtype(value: str) -> str:
+    """One name for one type, so that two spellings never make two formats."""
+    return plain_dtype(_plain(value)) or _plain(value).removeprefix("torch.")
 
 
 def _truth(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
@@ -89,7 +95,8 @@ class PolicyContext(Picklable):
             ``canonical``.
         layout: gives the engine's head/token order.
         backend: what the attention backend can address.
-        dtype: the cache's element type by name ("bfloat16"); "" if it is not known.
+        dtype: the cache's element type by name ("bfloat16"; "bf16" is the same); "" if it is not
+            known. A name that torch does not have is kept as it is.
         encoding: how elements encode numbers beyond their dtype ("" if they do not).
         options: free options; ``options["kvpolicy"]`` selects and orders plugins.
 
@@ -106,7 +113,7 @@ class PolicyContext(Picklable):
     canonical_order: KVCacheLayout | None = attrs.field(default=None, converter=_order)
     layout: KVCacheLayout = attrs.field(default=KVCacheLayout.LBHNC, converter=_layout)
     backend: BackendCapabilities = attrs.field(factory=BackendCapabilities)
-    dtype: str = attrs.field(default="", converter=_plain)
+    dtype: str = attrs.field(default="", converter=_dtype)
     encoding: str = attrs.field(default="", converter=_plain)
     options: Mapping[str, Any] = attrs.field(factory=dict, converter=_options, hash=False)
 

@@ -88,6 +88,7 @@ class Refusal:
 
 
 _SHOWN_CHARS = 200
+_RANGES_SHOWN = 4
 
 PLUGIN_FAULTS = (Exception, SystemExit)
 """What a plugin's code may raise and the core survives: all but an interrupt."""
@@ -191,19 +192,33 @@ class PolicyConflictError(KVPolicyError, RuntimeError):
 
 
 def span_of(names: Sequence[str]) -> str:
-    """One name, or the first and last of several with their number.
+    """Names that differ in one number as one, with the ranges of that number.
 
-    ``model.layers.0-47.attn (48 layers)``, where only a number tells them apart.
+    ``model.layers.0-47.attn``, ``model.layers.4,12,20,28.attn``; else the first and the last.
     """
-    first, last = names[0], names[-1]
     if len(names) == 1:
-        return first
-    one, other = re.split(r"(\d+)", first), re.split(r"(\d+)", last)
-    apart = [i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]]
-    if len(one) == len(other) and len(apart) == 1 and one[apart[0]].isdigit():
-        one[apart[0]] += f"-{other[apart[0]]}"
-        return f"{''.join(one)} ({len(names)} layers)"
-    return f"{first} ... {last} ({len(names)} layers)"
+        return names[0]
+    parts = [re.split(r"(\d+)", name) for name in names]
+    apart = [i for i, cut in enumerate(zip(*parts, strict=False)) if len(set(cut)) > 1]
+    if len({len(cut) for cut in parts}) > 1 or len(apart) != 1 or apart[0] % 2 == 0:
+        return f"{names[0]} ... {names[-1]}"
+    shared = list(parts[0])
+    shared[apart[0]] = _ranges([int(cut[apart[0]]) for cut in parts])
+    return "".join(shared)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Sorted numbers as ranges, as in 0-2,4-6; many of them in the middle left out."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    if len(texts) > _RANGES_SHOWN:
+        texts = [*texts[: _RANGES_SHOWN - 1], "...", texts[-1]]
+    return ",".join(texts)
 
 
 def _alike(refusals: Mapping[str, Refusal]) -> list[str]:
@@ -211,7 +226,10 @@ def _alike(refusals: Mapping[str, Refusal]) -> list[str]:
     layers: dict[Refusal, list[str]] = {}
     for name, why in refusals.items():
         layers.setdefault(why, []).append(name)
-    return [f"  {span_of(names)}: {why}" for why, names in layers.items()]
+    return [
+        f"  {span_of(names)}{f' ({len(names)} layers)' if len(names) > 1 else ''}: {why}"
+        for why, names in layers.items()
+    ]
 
 
 class _WithRefusals(KVPolicyError, RuntimeError):

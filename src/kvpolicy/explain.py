@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+import attrs
 
 from kvpolicy.certify import Certificate
 from kvpolicy.context import PolicyContext
-from kvpolicy.decision import LayoutDecision
+from kvpolicy.decision import CastVote, LayoutDecision
 from kvpolicy.errors import Refusal
 from kvpolicy.identity import GroupFormat
 from kvpolicy.plugins import PluginInfo, PluginSet
 from kvpolicy.records import Fragments, GroupRecord, Proofs
+from kvpolicy.specs import LayerSpec
 
 
 def explain_plugin(info: PluginInfo) -> dict[str, Any]:
@@ -33,21 +36,36 @@ def explain_decision(decision: LayoutDecision) -> dict[str, Any]:
         "cross_layer_blocks": decision.cross_layer_blocks,
         "layout": decision.layout.value,
         "decided_by": decision.decided_by,
-        "votes": [
-            {
-                "plugin": vote.plugin,
-                "priority": vote.priority,
-                "answer": vote.answer,
-                "reason": vote.reason,
-            }
-            for vote in decision.votes
-        ],
+        "votes": [_explain_vote(vote) for vote in decision.votes],
+    }
+
+
+def _explain_vote(vote: CastVote) -> dict[str, Any]:
+    return {
+        "plugin": vote.plugin,
+        "priority": vote.priority,
+        "answer": vote.answer,
+        "reason": vote.reason,
+    }
+
+
+def explain_conflict(votes: Iterable[CastVote], plugins: PluginSet) -> dict[str, Any]:
+    """What is known where opposite votes left no decision."""
+    return {
+        "decision": {
+            "cross_layer_blocks": None,
+            "layout": None,
+            "decided_by": None,
+            "votes": [_explain_vote(vote) for vote in votes],
+        },
+        "plugins": [explain_plugin(info) for info in plugins.infos],
     }
 
 
 def _explain_layer(
     name: str,
-    kind: str,
+    spec: LayerSpec,
+    group: str,
     proof: Certificate | Refusal,
     fragments: int | None,
     canonical: bool,
@@ -57,7 +75,9 @@ def _explain_layer(
     why = proof if isinstance(proof, Refusal) else refusal
     return {
         "name": name,
-        "kind": kind,
+        "kind": spec.kind,
+        "group": group,
+        "spec": attrs.asdict(spec),
         "local_page_bytes": proved.mappings[0].local_page_bytes if proved else None,
         "canonical_page_bytes": proved.canonical_page_bytes if proved else None,
         "portable": bool(proved and canonical and proved.portable and why is None),
@@ -84,11 +104,13 @@ def explain(
     ``records``, ``counts`` and ``formats`` are empty, and the identities None, where some layer
     could not be certified.
     """
+    group_of = {name: g.name for g in context.geometry.groups for name in g.layer_names}
     fragments = {name: n for count in counts.values() for name, n in count.layers.items()}
     layers = [
         _explain_layer(
             name,
-            spec.kind,
+            spec,
+            group_of[name],
             proofs[name],
             fragments.get(name),
             context.canonical,
@@ -111,6 +133,8 @@ def explain(
     grid = context.grid
     return {
         "canonical": context.canonical,
+        "dtype": context.dtype,
+        "encoding": context.encoding,
         "grid": {
             "tp": grid.tp,
             "pp": grid.pp,

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from kvpolicy.errors import GeometryError, shown
-from kvpolicy.specs import SPEC_TYPES, LayerSpec, int_between, seeing_self
+from kvpolicy.specs import SPEC_TYPES, LayerSpec, StateSpec, int_between, seeing_self
 
 MAX_LAYERS = 4_096
 
@@ -98,7 +98,8 @@ def _whole_groups(groups: object, geometry: CacheGeometry) -> tuple[LayerGroup, 
                     f"layer {layer!r} is named twice, in groups {owner[layer]!r} and {group.name!r}"
                 )
             owner[layer] = group.name
-        sizes = {layers[layer].block_size for layer in group.layer_names}
+        specs = (layers[layer] for layer in group.layer_names)
+        sizes = {spec.block_size for spec in specs if not isinstance(spec, StateSpec)}
         if len(sizes) > 1:
             raise GeometryError(
                 f"group {group.name!r} shares one block table, but its layers have blocks of "

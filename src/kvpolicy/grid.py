@@ -129,9 +129,10 @@ def head_shards(total_kv_heads: int, grid: ParallelGrid) -> HeadShards | Refusal
     if shards.replicas % grid.dcp:
         return Refusal(
             "dcp-not-divisible",
-            f"dcp {grid.dcp} spreads tokens over the ranks that hold the same heads, but "
+            f"dcp {grid.dcp} spreads tokens over the ranks that hold the same heads, and "
             f"{total_kv_heads} KV heads at tp {tp} have {shards.replicas} such rank(s); choose a "
-            f"dcp that divides {shards.replicas}",
+            f"dcp that divides {shards.replicas}, or a tp that is a multiple of "
+            f"{total_kv_heads * grid.dcp}",
         )
     return shards
 

@@ -15,6 +15,7 @@ import attrs
 
 from kvpolicy.context import PolicyContext
 from kvpolicy.decision import LayoutDecision
+from kvpolicy.errors import span_of
 from kvpolicy.grid import ParallelGrid
 from kvpolicy.records import GroupRecord
 from kvpolicy.specs import AttentionSpec, LatentSpec, LayerSpec
@@ -61,13 +62,24 @@ def _differences(where: str, stored: Any, wanted: Any) -> Iterable[str]:
         for key in sorted({*stored, *wanted}):
             inner = f"{where}.{key}" if where else str(key)
             yield from _differences(inner, stored.get(key), wanted.get(key))
-    elif isinstance(stored, list) and isinstance(wanted, list) and len(stored) == len(wanted):
-        for index, (one, other) in enumerate(zip(stored, wanted, strict=True)):
-            yield from _differences(f"{where}[{index}]", one, other)
-    elif isinstance(stored, list) and isinstance(wanted, list):
+    elif where == "layers" and len(stored) == len(wanted):
+        yield from _layer_differences(stored, wanted)
+    elif isinstance(stored, list) and isinstance(wanted, list) and len(stored) != len(wanted):
         yield f"{where}: stored {len(stored)} of them, wanted {len(wanted)}"
     else:
         yield f"{where}: stored {stored!r}, wanted {wanted!r}"
+
+
+def _layer_differences(stored: list[Any], wanted: list[Any]) -> Iterable[str]:
+    """Layers with the same difference together."""
+    found: dict[str, list[str]] = {}
+    for one, other in zip(stored, wanted, strict=True):
+        for line in _differences("", one, other):
+            found.setdefault(line, []).append(one["name"])
+    for line, names in found.items():
+        field, _, values = line.partition(": ")
+        count = f" ({len(names)} layers)" if len(names) > 1 else ""
+        yield f"layers {span_of(names)}{count}, {field}: {values}"
 
 
 def _layer_fields(name: str, spec: LayerSpec) -> dict[str, Any]:
@@ -102,7 +114,7 @@ def group_format(
         "version": FORMAT_VERSION,
         "form": "canonical" if record.canonical else "private",
         "order": context.order.value,
-        "tokens": layers[names[0]].block_size * context.grid.cp,
+        "tokens": max(layers[name].block_size for name in names) * context.grid.cp,
         "dtype": context.dtype,
         "encoding": context.encoding,
         "layers": [_layer_fields(name, layers[name]) for name in names],

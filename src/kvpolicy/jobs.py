@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 
 import attrs
+import numpy as np
 
 from kvpolicy.errors import (
     PLUGIN_FAULTS,
@@ -73,11 +74,26 @@ class PendingJob:
             )
         if result.ok:
             return result
+        if not _unfailed_bytes(job, result.failed_ids) <= result.bytes <= job.bytes:
+            return self._failed(
+                f"reports {result.bytes} of {job.bytes} B and {len(result.failed_ids)} failed ids, "
+                f"which do not agree: {result.error or 'failed'}"
+            )
         known = set(job.destinations.tolist())
         if not result.failed_ids or not known.issuperset(result.failed_ids):
             # It failed without saying which of ours: then none is known to be written.
             return attrs.evolve(result, failed_ids=sorted(known), error=result.error or "failed")
         return attrs.evolve(result, error=result.error or "failed")
+
+
+def _unfailed_bytes(job: TransferJob, failed_ids: Iterable[int]) -> int:
+    """The bytes of the destinations that are not said to have failed."""
+    lost = np.fromiter(failed_ids, dtype=np.int64)
+    total = 0
+    for part in job.parts:
+        ids = part.slots if job.direction == "store" else part.block_ids
+        total += int(np.count_nonzero(~np.isin(ids, lost))) * part.plan.block_bytes
+    return total
 
 
 class Jobs:
@@ -126,6 +142,9 @@ class Jobs:
                 handle = plugin.call("transfer", job=job)
             except PLUGIN_FAULTS as error:
                 wrong = f"raised {told(error)}"
+            except BaseException:  # an interrupt: the job is given up, and its slots with it
+                release(frozenset(job.destinations.tolist()))
+                raise
             else:
                 if handle is None:
                     continue

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import attrs
 import torch
 
-from kvpolicy.boxes import Box, Dim, box, compose
-from kvpolicy.errors import Refusal, RegistrationError
+from kvpolicy.boxes import Box, Dim, box, compose, normal
+from kvpolicy.errors import RegistrationError
 from kvpolicy.records import GroupRecord
 from kvpolicy.registration import Registration
 
@@ -86,16 +86,9 @@ def plan_group(
         if pages is None:
             continue
         part = record.part(rank, name)
-        page = pages.page.box
-        normal = box(page.size, page.dims, page.from_offset)  # a plugin may leave dims unmerged
-        joined = compose(normal, part.box)
-        if joined is None:
-            why = Refusal(
-                "page-contradicts-spec",
-                "the registered page and the certified one are cut at points that do not divide "
-                "one another; register it row by row",
-            )
-            raise RegistrationError("a registered page cannot be copied", {name: why})
+        joined = compose(normal(pages.page.box), part.box)
+        if joined is None:  # refused at registration
+            raise RegistrationError(f"the registered pages of {name!r} cannot be copied")
         device = str(pages.tensor.device)
         key = pages.tensor.untyped_storage().data_ptr()
         copy = PlannedCopy(

@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 import torch
 
-from kvpolicy.boxes import MAX_PROOF_RUNS, Box, Dim, box, boxes_tile
+from kvpolicy.boxes import MAX_PROOF_RUNS, Box, Dim, boxes_tile, normal
 from kvpolicy.caches import KVCaches, LayerPages, read_layer
 from kvpolicy.canonical import local_heads
 from kvpolicy.context import PolicyContext
@@ -217,8 +217,8 @@ def _wrong_pages(
 
 def _same_bytes(own: StridedPage, page: StridedPage, num_blocks: int) -> bool:
     same_start = own.offset + own.box.from_offset == page.offset + page.box.from_offset
-    normal = box(page.box.size, page.box.dims)  # a plugin may leave dimensions unmerged
-    same_box = (own.box.size, own.box.dims) == (normal.size, normal.dims)
+    theirs = normal(page.box)
+    same_box = (own.box.size, own.box.dims) == (theirs.size, theirs.dims)
     return same_start and same_box and (num_blocks == 1 or own.block_stride == page.block_stride)
 
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import attrs
 
 from kvpolicy import identity
+from kvpolicy.boxes import compose, normal
 from kvpolicy.caches import KVCaches
 from kvpolicy.certify import Certificate
 from kvpolicy.context import PolicyContext
@@ -15,12 +16,13 @@ from kvpolicy.decision import CastVote, LayoutDecision, Vote, decide
 from kvpolicy.errors import (
     PLUGIN_FAULTS,
     CertificationError,
+    PolicyConflictError,
     Refusal,
     RegistrationError,
     shown,
     told,
 )
-from kvpolicy.explain import explain
+from kvpolicy.explain import explain, explain_conflict
 from kvpolicy.identity import GroupFormat
 from kvpolicy.plugins import Plugin, PluginSet
 from kvpolicy.records import (
@@ -107,7 +109,11 @@ def start_up(context: PolicyContext, plugins: PluginSet) -> StartUp:
         CertificationError: some layer cannot be certified; one reason for each.
     """
     votes, plugins = _votes(context, plugins)
-    decision = decide(votes, context.layout)
+    try:
+        decision = decide(votes, context.layout)
+    except PolicyConflictError as error:
+        error.explanation = explain_conflict(votes, plugins)
+        raise
     proofs = prove_layers(context, decision)
     certificates = {n: p for n, p in proofs.items() if isinstance(p, Certificate)}
     refusals = {n: p for n, p in proofs.items() if isinstance(p, Refusal)}
@@ -168,7 +174,7 @@ def register_layers(started: StartUp, caches: KVCaches) -> Registration:
         answer = _answer(started, plugin, caches)
         if answer is None:
             continue
-        if wrong := verify(context, caches, answer):
+        if wrong := verify(context, caches, answer) or _uncopyable(started, answer):
             raise started.refused(
                 _blamed(plugin, "made a registration that cannot be proved", wrong)
             )
@@ -187,6 +193,22 @@ def register_layers(started: StartUp, caches: KVCaches) -> Registration:
             dict.fromkeys(context.stage_layers, why),
         )
     )
+
+
+def _uncopyable(started: StartUp, registration: Registration) -> Mapping[str, Refusal]:
+    """Layers whose registered page and certified page no single box joins."""
+    rank = started.context.rank
+    return {
+        name: Refusal(
+            "page-contradicts-spec",
+            "the registered page and the certified one are cut at points that do not divide one "
+            "another; register it row by row",
+        )
+        for record in started.records.values()
+        for name in record.group.layer_names
+        if name in registration.pages
+        and compose(normal(registration.pages[name].page.box), record.part(rank, name).box) is None
+    }
 
 
 def _answer(started: StartUp, plugin: Plugin, caches: KVCaches) -> Registration | None:

@@ -48,8 +48,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _discard_output() -> None:
+    """Keeps the interpreter from complaining at exit of output that nobody takes."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
+    # A closed stream is None; what is said there is said to nobody.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: PTH123, SIM115  as Python itself does
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: PTH123, SIM115  as Python itself does
     words = list(sys.argv[1:] if argv is None else argv)
     out = Output(json="--json" in words)
     try:
@@ -63,10 +72,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         out.error(OptionError("not enough memory; lower --blocks or --block-size"))
         return 2
     except BrokenPipeError:
-        # Whoever read us has gone; keep the interpreter from complaining about it at exit.
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 0
+    except OSError as error:
+        out.error(OptionError(f"cannot write the output: {error}"))
+        _discard_output()
+        return 2
     except KeyboardInterrupt:
         return 130
     return status

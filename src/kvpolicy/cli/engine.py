@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvpolicy.caches import KVCaches, SlabPlacement
 from kvpolicy.context import PolicyContext
 from kvpolicy.decision import LayoutDecision
-from kvpolicy.errors import OptionError
+from kvpolicy.errors import CertificationError, OptionError, Refusal
 from kvpolicy.specs import AttentionSpec, LayerSpec, StateSpec
 
 SENTINEL = 0xA5
@@ -95,9 +95,23 @@ class SimulatedRank:
 
     Raises:
         OptionError: the caches do not fit in memory.
+        CertificationError: the backend does not take the decided layout.
     """
 
     def __init__(self, context: PolicyContext, decision: LayoutDecision) -> None:
+        taken = context.backend.layouts
+        if taken is not None and decision.layout not in taken:
+            fits = sorted({"NHD" if layout.order.value == "LBNHC" else "HND" for layout in taken})
+            why = Refusal(
+                "uncertified",
+                f"the engine takes {', '.join(sorted(one.value for one in taken))}, not "
+                f"{decision.layout}; its head/token order is given by --layout "
+                f"{' or '.join(fits)}",
+            )
+            raise CertificationError(
+                f"the simulated engine does not take {decision.layout}",
+                dict.fromkeys(context.stage_layers, why),
+            )
         self.context = context
         self.layers = context.stage_layers
         self._index = {name: i for i, name in enumerate(context.geometry.layers)}

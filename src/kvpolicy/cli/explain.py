@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from kvpolicy.cli.options import (
     add_model_options,
@@ -23,7 +24,11 @@ from kvpolicy.models import load_config
 
 _EXAMPLE = """\
 example:
-  kvpolicy explain qwen3-30b-a3b.json --tp 2 --canonical"""
+  kvpolicy explain qwen3-30b-a3b.json --tp 2 --canonical
+
+A page is one layer of one block on one rank; a record is what a slot of the host pool holds of one
+block; fragments are the contiguous copies that move it, on one rank of each stage. Equal format ids
+name equal bytes; equal fingerprints, ranks that agree. Layer names are vLLM's, and part of both."""
 
 _BLOCKS = 2
 """Blocks of the simulated engine's caches; what is explained does not depend on it."""
@@ -74,69 +79,97 @@ def in_words(explained: Mapping[str, Any]) -> str:
     what = "Cross-layer blocks" if decision["cross_layer_blocks"] else "Per-layer registration"
     reasons = {vote["plugin"]: vote["reason"] for vote in decision["votes"]}
     who = decision["decided_by"]
-    by = f"decided by {who}: {reasons[who]}" if who else "nobody voted, so layers stay apart"
+    abstained = "; ".join(
+        f"{name} abstains, since {reason}" for name, reason in reasons.items() if reason
+    )
+    by = f"decided by {who}: {reasons[who]}" if who else f"since nobody votes: {abstained}"
     layers = explained["layers"]
     portable = sum(layer["portable"] for layer in layers)
     if explained["canonical"]:
         kept = "" if portable == len(layers) else f"; {len(layers) - portable} are kept per rank"
         stored = f"{portable} of {len(layers)} layers are portable{kept}"
     else:
-        stored = "stored as it lies, one slice per rank; not portable"
-    return f"{what} ({decision['layout']}), {by}. {stored[0].upper()}{stored[1:]}."
+        stored = "Stored as it lies, one slice per rank; not portable"
+    return f"{what} ({decision['layout']}), {by}. {stored}."
 
 
 def _answer(answer: bool | None) -> str:
     return {True: "cross-layer", False: "per-layer", None: "abstains"}[answer]
 
 
+def _holds(spec: Mapping[str, Any]) -> str:
+    """What one layer's cache holds, for people."""
+    if "state_bytes" in spec:
+        return f"state of {spec['state_bytes']:,} B"
+    if "row_bytes" in spec:
+        return f"latent rows of {spec['row_bytes']:,} B"
+    sizes = dict.fromkeys((spec["head_size"], spec["v_head_size"]))
+    return f"{spec['total_kv_heads']} KV heads x {'/'.join(str(size) for size in sizes)}"
+
+
 def people(explained: Mapping[str, Any], console: Console) -> None:
     """Prints the explanation as tables."""
     console.print(escape(in_words(explained)), style="bold")
+    console.print()
     votes = [
         (vote["plugin"], vote["priority"], _answer(vote["answer"]), vote["reason"])
         for vote in explained["decision"]["votes"]
     ]
+    console.print(table("plugin", ">priority", "vote", "reason", rows=votes))
     console.print()
-    console.print(table("vote of", ">priority", "answer", "reason", rows=votes))
-    alike: dict[tuple[Any, ...], list[str]] = {}
-    for layer in explained["layers"]:
-        sizes = (layer["local_page_bytes"], layer["canonical_page_bytes"])
-        key = (layer["kind"], *sizes, layer["portable"], layer["fragments_per_block"])
-        alike.setdefault(key, []).append(layer["name"])
-    layers = [
-        (span_of(names), kind, size(local), size(whole), "yes" if portable else "no", runs)
-        for (kind, local, whole, portable, runs), names in alike.items()
-    ]
+    console.print(_layers(explained))
     console.print()
-    console.print(
-        table(
-            "layers",
-            "kind",
-            ">page on a rank",
-            ">canonical page",
-            "portable",
-            ">fragments",
-            rows=layers,
-        )
-    )
     groups = [
         (
-            g["name"],
-            len(g["layers"]),
-            size(g["record_bytes"]),
-            g["fragments_per_block"],
-            g["format_id"],
+            group["name"],
+            size(group["record_bytes"]),
+            group["fragments_per_block"],
+            group["format_id"],
         )
-        for g in explained["groups"]
+        for group in explained["groups"]
     ]
+    columns = ("group", ">record of a block, all ranks", ">fragments", "format id")
+    console.print(table(*columns, rows=groups))
     console.print()
-    console.print(
-        table("group", ">layers", ">record of a block", ">fragments", "format id", rows=groups)
+    for name, value in _facts(explained):
+        console.print(f"{name:<12} {escape(value)}")
+
+
+def _layers(explained: Mapping[str, Any]) -> Table:
+    """The layers, equal ones together; what canonical means only where it is requested."""
+    canonical = explained["canonical"]
+    alike: dict[tuple[Any, ...], list[str]] = {}
+    for layer in explained["layers"]:
+        row = [layer["group"], _holds(layer["spec"]), size(layer["local_page_bytes"])]
+        if canonical:
+            row += [size(layer["canonical_page_bytes"]), "yes" if layer["portable"] else "no"]
+        alike.setdefault((*row, layer["fragments_per_block"]), []).append(layer["name"])
+    shown = ("canonical page", "portable") if canonical else ()
+    return table(
+        "layers",
+        ">",
+        "group",
+        "holds",
+        ">page on a rank",
+        *(f">{name}" for name in shown),
+        ">fragments",
+        rows=[(span_of(names), len(names), *row) for row, names in alike.items()],
     )
+
+
+def _facts(explained: Mapping[str, Any]) -> list[tuple[str, str]]:
+    specs = [layer["spec"] for layer in explained["layers"]]
+    packing = sorted({spec["kv_packing"] for spec in specs if "kv_packing" in spec})
+    tokens = sorted({spec["block_size"] for spec in specs if "block_size" in spec})
+    cache = [explained["dtype"] or "dtype unknown"]
+    cache += [f"blocks of {count} tokens" for count in tokens]
+    cache += [f"{name} K/V" for name in packing]
     engine = explained["engine"]
     aware = "stride-aware" if engine["stride_aware"] else "not stride-aware"
     takes = "all layouts" if engine["layouts"] is None else ", ".join(engine["layouts"])
-    console.print()
-    console.print(f"format id    {explained['format_id']}")
-    console.print(f"fingerprint  {explained['fingerprint']}")
-    console.print(f"engine       simulated: {aware}, takes {takes}")
+    return [
+        ("cache", ", ".join(cache)),
+        ("engine", f"simulated: {aware}, takes {takes}"),
+        ("format id", explained["format_id"]),
+        ("fingerprint", explained["fingerprint"]),
+    ]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvpolicy.context import BackendCapabilities, PolicyContext
-from kvpolicy.errors import OptionError
+from kvpolicy.errors import GeometryError, OptionError
 from kvpolicy.grid import ParallelGrid
 from kvpolicy.layout import KVCacheLayout
 from kvpolicy.models import dtype_from_config, geometry_from_config
@@ -116,7 +116,15 @@ def context_of(
     if grid["pp"] is None and stages is not None:
         grid["pp"] = len(stages)
     dtype = dtype_from_config(config, args.dtype)
-    parallel = ParallelGrid(**{name: 1 if n is None else n for name, n in grid.items()})
+    try:
+        parallel = ParallelGrid(**{name: 1 if n is None else n for name, n in grid.items()})
+    except GeometryError as error:
+        if not loading:
+            raise
+        raise GeometryError(
+            f"{error} (the loading side, which has the storing side's values where no --load-tp, "
+            "--load-dcp ... is given)"
+        ) from None
     geometry = geometry_from_config(
         config,
         block_size=side["block_size"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from rich.table import Table
 
 from kvpolicy.errors import KVPolicyError, Refusal
 
-_PAGE_COLUMNS = 110
+_PAGE_COLUMNS = 120
 
 
 class _Console(Console):
@@ -39,8 +40,12 @@ class Output:
         if self.json:
             self._dump(value)
         else:
-            # Away from a terminal, wide enough for a layer's whole name.
-            people(_Console(highlight=False, width=None if sys.stdout.isatty() else _PAGE_COLUMNS))
+            # Wide enough for names and ids to stay whole; a narrow terminal wraps by itself.
+            people(
+                _Console(
+                    highlight=False, width=max(_PAGE_COLUMNS, shutil.get_terminal_size().columns)
+                )
+            )
 
     def error(self, error: KVPolicyError) -> None:
         """Prints an error with every reason; in JSON beside what is known so far."""

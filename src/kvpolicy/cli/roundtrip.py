@@ -21,7 +21,7 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "roundtrip",
         help="store blocks under one grid, load them under another, verify every byte",
-        description="Stores blocks under one grid, loads them under another, and verifies every "
+        description="Stores blocks under one grid, loads them under another, and verifies every\n"
         "byte by its logical coordinates (layer, token, K/V, head).",
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -59,7 +59,7 @@ def people(report: dict[str, Any], console: Console) -> None:
             report[decision]["layout"],
             size(report[count]),
             _gib_per_second(report[count], report[seconds]),
-            "-" if report[ratio] is None else f"{report[ratio]:.2f}",
+            "-" if report[ratio] is None else f"{report[ratio]:.0%}",
         )
         for what, grid, decision, count, seconds, ratio in (
             ("stored", "grid", "decision", "bytes", "store_seconds", "store_ratio"),

@@ -134,6 +134,8 @@ def _check_formats(one: Connector, other: Connector) -> None:
             fitting, rest = divmod(spans[0], other.context.grid.cp)
             advice = f"; canonical pages of equal tokens need --load-block-size {fitting}"
             advice = advice if not rest else "; choose grids whose dcp * pcp divide one another"
+        elif wanted is not None and stored.fields["order"] != wanted.fields["order"]:
+            advice = "; give both sides one --canonical-order, HND or NHD"
         elif "tp" in stored.fields:
             advice = "; recurrent state is kept per rank and cannot change topology"
         raise FormatMismatchError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from kvpolicy.dtypes import ITEMSIZES
 from kvpolicy.errors import ConfigError, GeometryError
 from kvpolicy.geometry import CacheGeometry, LayerGroup
 from kvpolicy.models import dtypes, states
@@ -96,7 +97,7 @@ def geometry_from_config(
     if isinstance(tp, bool) or not isinstance(tp, int) or not 1 <= tp <= MAX_TP:
         raise GeometryError(f"tp is a whole number between 1 and {MAX_TP:,}, not {shown(tp)}")
     cache_dtype = dtypes.dtype_from_config(mapping, dtype)
-    itemsize = dtypes.ITEMSIZES[cache_dtype]
+    itemsize = ITEMSIZES[cache_dtype]
     kinds = without_removed(keys, layer_kinds(keys, layer_count(keys)))
     latent = latent_elements(keys)
 
@@ -170,7 +171,7 @@ def _state(
     if not any("state" in layer for layer in kinds):
         return "", None
     name = dtypes.asked(dtype)
-    if name is None or dtypes.ITEMSIZES[name] == 1:
+    if name is None or ITEMSIZES[name] == 1:
         # An 8-bit cache dtype is about keys and values; state stays in the model's.
         name = dtypes.model_dtype(found)
     if name is None:

@@ -5,46 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kvpolicy.dtypes import ITEMSIZES, SPELLINGS, plain_dtype
 from kvpolicy.errors import ConfigError, OptionError, close_names
 from kvpolicy.models.reading import Keys, levels, shown
 
-ITEMSIZES: Mapping[str, int] = {
-    "bfloat16": 2,
-    "float16": 2,
-    "float32": 4,
-    "float8_e4m3fn": 1,
-    "float8_e4m3fnuz": 1,
-    "float8_e5m2": 1,
-    "float8_e5m2fnuz": 1,
-    "int8": 1,
-    "uint8": 1,
-}
-"""Plain dtype name -> bytes of one element."""
-
-_SPELLINGS = {
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "half": "float16",
-    "fp32": "float32",
-    "float": "float32",
-    "fp8": "float8_e4m3fn",
-    "fp8_e4m3": "float8_e4m3fn",
-    "fp8_e4m3fn": "float8_e4m3fn",
-    "float8_e4m3": "float8_e4m3fn",
-    "fp8_e5m2": "float8_e5m2",
-}
 _KEYS = ("dtype", "torch_dtype")
 
 
-def plain(name: str) -> str | None:
-    """The plain name of a dtype in any spelling, None if it is unknown."""
-    found = name.strip().lower().removeprefix("torch.")
-    found = _SPELLINGS.get(found, found)
-    return found if found in ITEMSIZES else None
-
-
 def _unknown(name: str) -> str:
-    return f"no cache dtype of that name; {close_names(name.lower(), [*ITEMSIZES, *_SPELLINGS])}"
+    return f"no cache dtype of that name; {close_names(name.lower(), [*ITEMSIZES, *SPELLINGS])}"
 
 
 def named(keys: Keys, key: str) -> str | None:
@@ -56,7 +25,7 @@ def named(keys: Keys, key: str) -> str | None:
     name = keys.text(key)
     if name is None or name.strip().lower() == "auto":
         return None
-    found = plain(name)
+    found = plain_dtype(name)
     if found is None:
         raise keys.error(key, _unknown(name))
     return found
@@ -69,6 +38,7 @@ def model_dtype(found: list[Keys]) -> str | None:
         ConfigError: a value that is no dtype, or two spellings of the key that disagree.
     """
     for keys in reversed(found):
+        _check_not_quantised(keys)
         names = {key: name for key in _KEYS if (name := named(keys, key)) is not None}
         if len(set(names.values())) > 1:
             raise keys.error(
@@ -77,6 +47,17 @@ def model_dtype(found: list[Keys]) -> str | None:
         if names:
             return next(iter(names.values()))
     return None
+
+
+def _check_not_quantised(keys: Keys) -> None:
+    """Refuses a checkpoint that says its KV cache is quantised, in ways that engines differ on."""
+    for section in ("quantization_config", "compression_config"):
+        quantised = keys.section(section)
+        for key in ("kv_cache_scheme", "kv_cache_quant_algo"):
+            if quantised is not None and quantised.get(key) is not None:
+                raise quantised.error(
+                    key, "so the cache is quantised; pass the cache's own type, as in --dtype fp8"
+                )
 
 
 def asked(dtype: str | None) -> str | None:
@@ -91,7 +72,7 @@ def asked(dtype: str | None) -> str | None:
         raise OptionError(f"a dtype is given by name, not as {type(dtype).__name__}")
     if dtype.strip().lower() == "auto":
         return None
-    found = plain(dtype)
+    found = plain_dtype(dtype)
     if found is None:
         raise OptionError(f"dtype {shown(dtype)}: {_unknown(dtype)}")
     return found

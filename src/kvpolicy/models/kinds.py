@@ -221,12 +221,8 @@ def _chunks(keys: Keys, count: int) -> list[Kinds] | None:
     if rotary:
         keys.items("no_rope_layers", count)
     else:
-        every = keys.whole("no_rope_layer_interval", MAX_LAYERS)
-        if every is None:
-            raise keys.missing(
-                ("no_rope_layers", "layer_types", "no_rope_layer_interval"),
-                "attention_chunk_size needs to know which layers attend in chunks",
-            )
+        # An empty list means the class's own rule: every fourth layer attends to everything.
+        every = keys.whole("no_rope_layer_interval", MAX_LAYERS) or 4
         rotary = [int((i + 1) % every != 0) for i in range(count)]
     flags = {0: FULL, 1: CHUNKED}
     return [_kind(keys, "no_rope_layers", i, item, flags) for i, item in enumerate(rotary)]

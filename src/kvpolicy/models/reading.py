@@ -40,6 +40,8 @@ def load_config(path: str | Path) -> dict[str, Any]:
             f"{path} is larger than {MAX_CONFIG_BYTES:,} bytes, so it is no config.json; "
             "did you give the weights?"
         )
+    if not data.strip():
+        raise ConfigError(f"{path} is empty; give a model's config.json")
     try:
         found = json.loads(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:

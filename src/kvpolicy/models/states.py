@@ -23,8 +23,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 
+from kvpolicy.dtypes import ITEMSIZES
 from kvpolicy.errors import ConfigError
-from kvpolicy.models.dtypes import ITEMSIZES, named
+from kvpolicy.models.dtypes import named
 from kvpolicy.models.reading import Keys
 from kvpolicy.specs import StateSpec
 

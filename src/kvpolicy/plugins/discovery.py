@@ -185,7 +185,10 @@ def split_plugins(plugins: object) -> tuple[list[Candidate], list[str] | None]:
     if plugins is None:
         return [], None
     if isinstance(plugins, Mapping):
-        return [_handed(plugin, str(name)) for name, plugin in plugins.items()], []
+        for name in plugins:
+            if not isinstance(name, str) or not name:
+                raise OptionError(f"a plugin's name is a non-empty string, not {name!r}")
+        return [_handed(plugin, name) for name, plugin in plugins.items()], []
     if isinstance(plugins, str):
         return [], [part for part in plugins.split(",") if part.strip()]
     if not isinstance(plugins, Iterable):

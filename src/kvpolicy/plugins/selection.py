@@ -71,11 +71,13 @@ def parse_priorities(value: object, source: str) -> dict[str, int]:
         raise OptionError(f"{source} maps plugin names to integers; found {value!r}")
     found: dict[str, int] = {}
     for name, number in pairs:
+        if not isinstance(name, str) or name in found:
+            raise OptionError(f"{source} gives each plugin one priority, by name; found {name!r}")
         try:
             plain = isinstance(number, str) and _WHOLE.fullmatch(number)
             if not plain and (isinstance(number, bool) or not isinstance(number, int)):
                 raise ValueError
-            found[str(name)] = int(number)
+            found[name] = int(number)
         except ValueError:
             raise OptionError(
                 f"{source}: the priority of {name!r} is a whole number, not {number!r}"
@@ -84,8 +86,8 @@ def parse_priorities(value: object, source: str) -> dict[str, int]:
 
 
 def _parse_strict(value: object, source: str) -> bool:
-    if isinstance(value, bool):
-        return value
+    if isinstance(value, int) and value in (0, 1):
+        return bool(value)
     word = value.strip().lower() if isinstance(value, str) else None
     if word in _TRUE or word in _FALSE:
         return word in _TRUE
