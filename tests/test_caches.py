@@ -179,8 +179,6 @@ def bare_slab(blocks: int, layers_outside: bool) -> torch.Tensor:
         (3, False, True),
         (3, True, False),
         (3, True, True),
-        (2, False, True),  # the sizes do not tell: the decided layout says which lies outside
-        (2, True, False),
     ],
 )
 def test_a_bare_slab_tensor_is_layers_and_blocks_in_either_order(
@@ -195,14 +193,25 @@ def test_a_bare_slab_tensor_is_layers_and_blocks_in_either_order(
     assert stored(connector, 1) == bytes([1] * PAGE + [11] * PAGE)
 
 
+@pytest.mark.parametrize("layer_dim", [0, 1])
 @pytest.mark.parametrize("cross_layer", [False, True])
-def test_a_bare_slab_may_be_a_transposed_view(cross_layer: bool) -> None:
-    """Two layers and two blocks, shown the other way round than they lie."""
+def test_as_many_blocks_as_layers_is_not_guessed(cross_layer: bool, layer_dim: int) -> None:
+    """Two layers and two blocks, layers outside or inside: only the engine can say."""
     wishes = {"canonical": False, "backend": kv.BackendCapabilities(stride_aware=cross_layer)}
-    slab = bare_slab(2, layers_outside=not cross_layer).transpose(0, 1)
-    assert stored(connect(context_of(blocks=2, **wishes), slab), 1) == bytes(
+    slab = bare_slab(2, layers_outside=layer_dim == 0)
+    with pytest.raises(kv.OptionError, match="as many blocks as layers"):
+        connect(context_of(blocks=2, **wishes), slab)
+    said = kv.KVCaches.from_slab(slab, list("ab"), layer_dim=layer_dim)
+    assert stored(connect(context_of(blocks=2, **wishes), said), 1) == bytes(
         [1] * PAGE + [11] * PAGE
     )
+
+
+def test_placements_need_a_slab_that_is_one_run_of_memory() -> None:
+    """The other half of the allocation is somebody else's."""
+    half = torch.zeros(3, 2 * PAGE, dtype=torch.uint8)[:, :PAGE]
+    with pytest.raises(kv.OptionError, match="a slab that is one run of memory"):
+        kv.KVCaches.from_slab(half, ["a"], offset=PAGE, layer_stride=PAGE, block_stride=2 * PAGE)
 
 
 def test_a_bare_slab_without_a_dimension_of_layers_is_refused() -> None:
@@ -232,12 +241,12 @@ def test_c2_a_slab_of_rows_without_room_for_their_scales_is_refused() -> None:
             name: torch.zeros(3, 2, 4, 128, dtype=torch.uint8) for name in "ab"
         },
         "a bare slab": slab,
-        "a slab by dimension": kv.KVCaches.from_slab(slab, "ab", layer_dim=1),
+        "a slab by dimension": kv.KVCaches.from_slab(slab, list("ab"), layer_dim=1),
         "a slab by placement": kv.KVCaches.from_slab(
-            slab, "ab", layer_stride=bare_page, block_stride=2 * bare_page
+            slab, list("ab"), layer_stride=bare_page, block_stride=2 * bare_page
         ),
         "layers outermost": kv.KVCaches.from_slab(
-            slab, "ab", layer_stride=3 * bare_page, block_stride=bare_page
+            slab, list("ab"), layer_stride=3 * bare_page, block_stride=bare_page
         ),
     }
     for how, caches in given.items():
@@ -252,7 +261,9 @@ def test_c2_a_slab_of_rows_without_room_for_their_scales_is_refused() -> None:
 
     fits = torch.zeros(3, 2, 2, 4, 136, dtype=torch.uint8)
     connect(context, fits)
-    connect(context, kv.KVCaches.from_slab(fits, "ab", layer_stride=page, block_stride=2 * page))
+    connect(
+        context, kv.KVCaches.from_slab(fits, list("ab"), layer_stride=page, block_stride=2 * page)
+    )
 
 
 def test_c5_kernel_blocks_of_a_block_cannot_lie_among_other_layers() -> None:
@@ -264,9 +275,9 @@ def test_c5_kernel_blocks_of_a_block_cannot_lie_among_other_layers() -> None:
     slab = torch.zeros(6, 2, 2, 64, 8, dtype=torch.uint8)
     kernel_page = 2 * 64 * 8
     for caches in (
-        kv.KVCaches.from_slab(slab, "ab", layer_dim=1),
+        kv.KVCaches.from_slab(slab, list("ab"), layer_dim=1),
         kv.KVCaches.from_slab(
-            slab, "ab", layer_stride=kernel_page, block_stride=2 * 2 * kernel_page
+            slab, list("ab"), layer_stride=kernel_page, block_stride=2 * 2 * kernel_page
         ),
     ):
         refusal = refusal_of(context, caches)

@@ -235,7 +235,110 @@ def test_every_model_is_explained_and_round_tripped(told, model, canonical):
         assert found["bytes"] == 2 * sum(g["record_bytes"] for g in explained["groups"])
 
 
+def test_explain_for_people_says_what_a_layer_holds_and_what_the_cache_is(kvpolicy):
+    _, out, _ = kvpolicy("explain", MODELS / "gemma-3-27b.json", "--block-size", 32)
+    rows = [line.split() for line in out.splitlines()]
+    (sliding,) = [row for row in rows if row[2:3] == ["sliding"]]
+    assert sliding[0] == "model.layers.0-4,6-10,12-16,...,60-61.self_attn.attn"
+    assert sliding[1:8] == ["52", "sliding", "16", "KV", "heads", "x", "128"]
+    assert "canonical page" not in out
+    assert "cache        bfloat16, blocks of 32 tokens, packed K/V" in out
+    _, out, _ = kvpolicy("explain", MODELS / "deepseek-v3.json", "--canonical")
+    assert "latent rows of 1,152 B" in out
+    assert "canonical page" in out
+
+
+def test_explain_tells_a_layer_s_group_and_spec(told):
+    _, found = told("explain", QWEN, "--encoding", "mine")
+    assert (found["dtype"], found["encoding"]) == ("bfloat16", "mine")
+    layer = found["layers"][0]
+    assert layer["group"] == "full"
+    assert layer["spec"] == {
+        "block_size": 16,
+        "total_kv_heads": 4,
+        "head_size": 128,
+        "itemsize": 2,
+        "kv_packing": "packed",
+        "v_head_size": 128,
+        "scale_bytes": 0,
+        "page_padding": 0,
+        "kernel_block_size": 16,
+    }
+
+
 # roundtrip
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_kernel_blocks_are_explained_and_moved_whatever_the_caches_look_like(
+    told, config, layers, layout
+):
+    """One layer is a slab whose page spans two kernel blocks; two layers are kept apart."""
+    path = config(num_hidden_layers=layers)
+    words = ("--kernel-block-size", 8, "--layout", layout)
+    status, found = told("explain", path, *words)
+    assert status == 0, found
+    assert found["decision"]["cross_layer_blocks"] is (layers == 1)
+    status, found = told("roundtrip", path, *words, "--blocks", 3)
+    assert status == 0, found
+    assert found["verified"] is True
+    assert found["bytes"] == 3 * found["record_bytes"] > 0
+
+
+HYBRID = {
+    "model_type": "lfm2",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "full_attn_idxs": [1, 3],
+    "conv_dim": 64,
+    "conv_L_cache": 3,
+    "torch_dtype": "float16",
+}
+
+
+def test_a_group_alone_changes_topology_where_the_whole_model_cannot(told, kvpolicy, config):
+    path = config(text=json.dumps(HYBRID))
+    words = ("roundtrip", path, "--canonical", "--tp", 2, "--load-tp", 4, "--blocks", 3)
+    status, found = told(*words)
+    assert status == 3
+    assert "recurrent state is kept per rank" in found["error"]["message"]
+    assert "--group full leaves it out" in found["error"]["message"]
+    status, found = told(*words, "--group", "full")
+    assert status == 0
+    assert found["verified"] is True
+    assert [(g["name"], g["portable"]) for g in found["groups"]] == [("full", True)]
+    # 2 layers x 16 tokens x 4 heads x 2 x 16 elements x 2 B
+    assert found["record_bytes"] == found["groups"][0]["record_bytes"] == 2 * 16 * 4 * 2 * 16 * 2
+    assert found["bytes"] == 3 * found["record_bytes"]
+    _, out, _ = kvpolicy(*words, "--group", "full")
+    assert "3 of each group (full)" in out
+    status, found = told(*words, "--group", "state")
+    assert status == 3
+    assert "--group" not in found["error"]["message"]
+
+
+def test_groups_may_be_named_one_by_one(told, config):
+    words = ("roundtrip", config(text=json.dumps(HYBRID)), "--canonical", "--blocks", 2)
+    _, everything = told(*words)
+    _, named = told(*words, "--group", "full", "--group", "state", "--group", "full")
+    for key in ("groups", "bytes", "load_bytes", "record_bytes", "format_id", "verified"):
+        assert named[key] == everything[key]
+    assert [group["name"] for group in named["groups"]] == ["state", "full"]
+    _, state = told(*words, "--group", "state")
+    assert state["format_id"] != named["format_id"]
+    assert 0 < state["bytes"] < named["bytes"]
+
+
+@pytest.mark.parametrize(("least", "said"), [(3600, "too little to time"), (0, "%")])
+def test_a_share_is_told_only_of_a_copy_that_took_its_time(kvpolicy, monkeypatch, least, said):
+    monkeypatch.setattr("kvpolicy.cli.roundtrip._LEAST_SECONDS", least)
+    _, out, _ = kvpolicy("roundtrip", QWEN, "--blocks", 1)
+    for what in ("stored", "loaded"):
+        (line,) = [line.rstrip() for line in out.splitlines() if line.startswith(f" {what}")]
+        assert line.endswith(said)
 
 
 @pytest.mark.parametrize(
@@ -349,6 +452,17 @@ def test_opposite_votes_at_one_priority_are_a_conflict_with_the_switch_that_sett
     assert "--priority canonical=101" in err
 
 
+def test_a_conflict_is_told_with_its_votes_and_the_plugins(told):
+    status, found = told("explain", QWEN, "--canonical", "--priority", "cross-layer=100")
+    assert status == 3
+    assert found["error"]["code"] == "conflict"
+    decision = found["decision"]
+    assert decision["decided_by"] is decision["layout"] is decision["cross_layer_blocks"] is None
+    votes = {vote["plugin"]: (vote["priority"], vote["answer"]) for vote in decision["votes"]}
+    assert votes == {"canonical": (100, False), "cross-layer": (100, True)}
+    assert {"canonical", "cross-layer"} <= {plugin["name"] for plugin in found["plugins"]}
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -357,9 +471,13 @@ def test_opposite_votes_at_one_priority_are_a_conflict_with_the_switch_that_sett
         (("explain", QWEN, "--layout", "XYZ"), "no KV cache layout 'XYZ'"),
         (("explain", QWEN, "--layout", "LBHCN"), "or 'LBHNC'"),
         (("explain", QWEN, "--tp", "two"), "invalid int value: 'two'"),
-        (("explain", QWEN, "--tp", "0"), "ParallelGrid.tp lies between 1 and 4,096"),
+        (("explain", QWEN, "--tp", "0"), "--tp lies between 1 and 4,096, not 0"),
+        (("explain", QWEN, "--cp-interleave", "0"), "--cp-interleave lies between 1 and"),
+        (("roundtrip", QWEN, "--load-tp", "0"), "--load-tp lies between 1 and 4,096, not 0"),
+        (("roundtrip", QWEN, "--load-block-size", "0"), "--load-block-size lies between 1"),
+        (("explain", QWEN, "--kernel-block-size", "0"), "--kernel-block-size lies between 1"),
         (("explain", QWEN, "--tp", "4", "--dcp", "3"), "dcp 3 does not divide tp 4"),
-        (("explain", QWEN, "--block-size", "-1"), "block_size"),
+        (("explain", QWEN, "--block-size", "-1"), "--block-size lies between 1 and 65,536"),
         (("explain", QWEN, "--dtype", "float12"), "float12"),
         (("explain", QWEN, "--kv-packing", "woven"), "'woven'"),
         (("explain", QWEN, "--pp-layers", "21,x"), "--pp-layers is layers per stage"),
@@ -370,6 +488,8 @@ def test_opposite_votes_at_one_priority_are_a_conflict_with_the_switch_that_sett
         (("explain", QWEN, "--priority", "canonical"), "--priority is NAME=INTEGER"),
         (("explain", QWEN, "--priority", "canonicle=1"), "did you mean 'canonical'"),
         (("explain", QWEN, "--plugins", "cannonical"), "did you mean 'canonical'"),
+        (("explain", QWEN, "--plugins", "cannonical"), "--plugins names plugin 'cannonical'"),
+        (("roundtrip", QWEN, "--group", "ful"), "has no group 'ful'; did you mean 'full'?"),
         (("explain", QWEN, "--backend-layouts", "HND,XYZ"), "no KV cache layout 'XYZ'"),
         (("explain", QWEN, "--canonical", "--canonical-order", "BLHNC"), "a canonical order is"),
         (("roundtrip", QWEN, "--blocks", "0"), "--blocks lies between 1 and"),
@@ -401,6 +521,7 @@ def test_wrong_usage_is_status_2_with_a_sentence_and_never_a_traceback(kvpolicy,
         ({"head_dim": "128"}, "head_dim"),
         ({"num_hidden_layers": None}, "num_hidden_layers"),
         ({"torch_dtype": None, "dtype": None}, "dtype"),
+        ({"quantization_config": {"kv_cache_quant_algo": "FP8"}}, "kv_cache_quant_algo"),
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
 )
@@ -414,6 +535,14 @@ def test_a_truncated_config_is_status_2(kvpolicy, config):
     status, _, err = kvpolicy("explain", config(text=Path(QWEN).read_text()[:100]))
     assert status == 2
     assert "JSON" in err
+
+
+def test_a_config_that_says_a_thing_twice_is_status_2_with_the_key(told, config):
+    path = config(text='{"head_dim": 64, "head_dim": 128}')
+    status, found = told("explain", path)
+    assert status == 2
+    assert found["error"]["code"] == "config"
+    assert "has the key 'head_dim' twice" in found["error"]["message"]
 
 
 def test_dtype_on_the_command_line_stands_in_for_a_missing_one(told, config):
@@ -466,6 +595,89 @@ def test_a_reader_that_goes_away_is_no_error():
     )
     os.close(writer)
     assert b"Traceback" not in done.stderr
+
+
+NOISY = """
+import sys
+print("import of noise")
+import kvpolicy
+class Noisy:
+    priority = 500
+    @kvpolicy.hookimpl
+    def prefer_cross_layer_blocks(self, context):
+        print("a noisy vote")
+        sys.stdout.write("written noise")
+    @kvpolicy.hookimpl
+    def transfer(self, job):
+        print("a noisy transfer")
+plugin = Noisy()
+"""
+
+
+@pytest.mark.parametrize("command", ["plugins", "explain", "roundtrip"])
+def test_what_a_plugin_prints_goes_to_standard_error(kvpolicy, installed, command):
+    installed("noisy", NOISY)
+    words = {"plugins": (), "explain": (QWEN,), "roundtrip": (QWEN, "--blocks", 1)}[command]
+    said = {"plugins": "import of noise", "explain": "a noisy vote", "roundtrip": "noisy transfer"}
+    status, out, err = kvpolicy(command, *words, "--json")
+    assert status == 0
+    assert isinstance(json.loads(out), dict)
+    assert said[command] in err
+    assert "noise" not in out
+    _, out, _ = kvpolicy(command, *words)
+    assert "noise" not in out
+    assert "noisy vote" not in out
+
+
+def outputs(*words: object, encoding: str, path: object = "") -> tuple[int, bytes, bytes]:
+    """As `kvpolicy`, from a process of its own whose streams have that encoding."""
+    paths = os.pathsep.join(filter(None, (str(path), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, "-m", "kvpolicy", *(os.fsencode(str(word)) for word in words)],
+        capture_output=True,
+        check=False,
+        env=os.environ | {"PYTHONIOENCODING": encoding, "PYTHONPATH": paths},
+    )
+    assert b"Traceback" not in done.stderr, done.stderr.decode(errors="replace")
+    return done.returncode, done.stdout, done.stderr
+
+
+STRANGE = """
+import kvpolicy
+class Strange:
+    priority = 500
+    @kvpolicy.hookimpl
+    def prefer_cross_layer_blocks(self, context):
+        return kvpolicy.Vote(None, "na\\u00efve \\udcff \\U0001f600")
+plugin = Strange()
+"""
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "ascii:strict", "utf-8:strict", "latin-1:strict"])
+def test_a_text_that_a_stream_cannot_say_is_escaped(installed, tmp_path, encoding):
+    installed("strange", STRANGE)
+    status, out, _ = outputs("explain", QWEN, encoding=encoding, path=tmp_path)
+    assert status == 0
+    assert b"\\udcff" in out
+    status, out, _ = outputs("explain", QWEN, "--json", encoding=encoding, path=tmp_path)
+    assert status == 0
+    assert out.isascii()
+    votes = json.loads(out)["decision"]["votes"]
+    assert votes[0]["reason"] == "na\u00efve \udcff \U0001f600"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8:strict"])
+def test_a_file_name_of_any_bytes_is_said(tmp_path, encoding):
+    path = tmp_path / os.fsdecode(b"config-\xff-\xc3\xa9.json")
+    status, _, err = outputs("explain", path, encoding=encoding)
+    assert status == 2
+    assert b"config-\\udcff-" in err
+    assert b"no such file" in err
+    status, out, _ = outputs("explain", path, "--json", encoding=encoding)
+    assert status == 2
+    assert str(path) in json.loads(out)["error"]["message"]
+    path.write_text(json.dumps(HYBRID))
+    assert outputs("explain", path, "--encoding", path.name, encoding=encoding)[0] == 0
 
 
 def test_json_is_one_object_and_nothing_else(kvpolicy):

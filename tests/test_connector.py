@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import random
 import re
@@ -608,3 +609,127 @@ def test_many_threads_submit_and_poll_and_every_result_comes_once_with_the_right
     assert all(result.ok for result in delivered)
     for block in range(8 * workers):
         assert set(cache[block].flatten().tolist()) == {int(expected[block])}, block
+
+
+# What comes from outside and is no ordinary error.
+
+
+class Panic(BaseException):
+    """What a native extension may raise; no Exception."""
+
+
+@pytest.mark.parametrize("kind", [Panic, asyncio.CancelledError, GeneratorExit, SystemExit])
+def test_whatever_a_copy_engine_raises_fails_the_job_and_frees_the_slots(kind: type) -> None:
+    def panics(_job: kv.TransferJob) -> None:
+        raise kind("gone")
+
+    connector, _ = connect([taking(panics)])
+    result = finish(connector, connector.store([2], [1]))
+    assert not result.ok
+    assert "gone" in result.error
+    assert not connector.host.is_busy([1])
+    connector.close()
+
+
+def test_whatever_a_handle_raises_fails_its_job_alone() -> None:
+    class Panicking(kv.TransferHandle):
+        def done(self) -> bool:
+            raise Panic("gone")
+
+        def result(self) -> kv.TransferResult:
+            raise NotImplementedError
+
+    connector, _ = connect([taking(lambda job: Panicking() if job.job_id == 0 else None)])
+    lost, kept = connector.store([2], [1]), connector.store([3], [2])
+    assert not finish(connector, lost).ok
+    assert finish(connector, kept).ok
+
+
+def test_an_interrupt_in_a_hook_goes_through_and_frees_the_slots() -> None:
+    def interrupted(_job: kv.TransferJob) -> None:
+        raise KeyboardInterrupt
+
+    connector, _ = connect([taking(interrupted)])
+    with pytest.raises(KeyboardInterrupt):
+        connector.store([2], [1])
+    assert not connector.host.is_busy([1])
+    connector.close()
+
+
+def test_closing_from_inside_a_hook_is_refused_not_waited_for() -> None:
+    def closes(_job: kv.TransferJob) -> None:
+        connector.close()
+
+    connector, _ = connect([taking(closes)])
+    result = finish(connector, connector.store([2], [1]))
+    assert not result.ok
+    assert "call it outside" in result.error
+    connector.close()
+
+
+def test_storage_that_the_engine_freed_is_refused_before_a_byte_moves() -> None:
+    connector, caches = connect()
+    caches["l"].untyped_storage().resize_(0)
+    with pytest.raises(kv.RegistrationError, match="layer 'l' was freed or resized"):
+        connector.store([2], [1])
+    assert not connector.host.is_busy([1])
+
+
+def test_a_plugin_cannot_change_the_ids_of_a_job() -> None:
+    def meddles(job: kv.TransferJob) -> None:
+        for ids in (job.block_ids, job.slots, job.parts[0].block_ids, job.parts[0].slots):
+            with pytest.raises(ValueError, match="cannot set WRITEABLE"):
+                ids.flags.writeable = True
+
+    connector, _ = connect([taking(meddles)])
+    assert finish(connector, connector.store([2], [1])).ok
+
+
+def test_a_failure_that_does_not_add_up_is_a_failure_of_all() -> None:
+    """One of two slots is said to have failed, yet no byte was moved."""
+
+    def lies(job: kv.TransferJob) -> kv.TransferHandle:
+        return kv.TransferHandle.finished(
+            kv.TransferResult(job_id=job.job_id, ok=False, bytes=0, seconds=0.0, failed_ids=[0])
+        )
+
+    connector, _ = connect([taking(lies)])
+    result = finish(connector, connector.store([2, 3], [0, 1]))
+    assert result.failed_ids == (0, 1)
+    with pytest.raises(kv.PoolError, match="slot 1 holds nothing"):
+        connector.load([1], [5])
+
+
+def test_one_connectors_slow_handle_does_not_hold_up_the_others() -> None:
+    """A done() that blocks is asked only by who wants a slot in use."""
+
+    class Slow(kv.TransferHandle):
+        def done(self) -> bool:
+            raise AssertionError("asked")
+
+        def result(self) -> kv.TransferResult:
+            raise NotImplementedError
+
+    pool = kv.HostPool(4)
+    slow, _ = connect([taking(lambda _job: Slow())], host=pool)
+    other, _ = connect(host=pool)
+    slow.store([2], [1])
+    assert finish(other, other.store([2], [3])).ok
+
+
+def test_records_go_by_their_keys() -> None:
+    connector, caches = connect()
+    assert finish(connector, connector.store([2, 3], [0, 1], keys=["two", b"three"])).ok
+    with pytest.raises(kv.PoolError, match="slot 1 holds record b'three', this load wants 'two'"):
+        connector.load([0, 1], [5, 6], keys=["two", "two"])
+    assert finish(connector, connector.load([1, 1], [5, 6], keys=[b"three", b"three"])).ok
+    assert caches["l"][6].unique().tolist() == [4]
+    for keys, what in (
+        (["a"], "1 keys and 2 slots do not pair"),
+        (["a", None], "hashable and not None; found None"),
+        (["a", []], r"hashable and not None; found \[\]"),
+    ):
+        with pytest.raises(kv.BlockIdError, match=what):
+            connector.store([2, 3], [0, 1], keys=keys)
+    with pytest.raises(kv.BlockIdError, match="slot 1 is given two keys: 'a', 'b'"):
+        connector.load([1, 1], [5, 6], keys=["a", "b"])

@@ -322,3 +322,18 @@ def test_stages_of_another_number_than_pp_are_refused():
     geometry = CacheGeometry(layers=layers(4), num_blocks=1, stages=[2, 2])
     with pytest.raises(GeometryError, match="2 stages are given for pp=4"):
         geometry.stages_for(4)
+
+
+def test_what_has_an_order_is_not_given_as_a_set():
+    one = LayerGroup(name="one", layer_names=["layer.0"])
+    for wrong in ({"stages": {1}}, {"groups": {one}}, {"groups": frozenset({one})}):
+        with pytest.raises(GeometryError, match="are given in order; a set has none"):
+            CacheGeometry(layers=layers(1), num_blocks=1, **wrong)
+
+
+def test_layers_in_another_order_are_another_geometry():
+    """As they are another format."""
+    one = layers(2)
+    other = dict(reversed(one.items()))
+    assert CacheGeometry(layers=one, num_blocks=1) != CacheGeometry(layers=other, num_blocks=1)
+    assert CacheGeometry(layers=one, num_blocks=1) == CacheGeometry(layers=dict(one), num_blocks=1)

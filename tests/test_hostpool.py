@@ -126,8 +126,7 @@ def read(
     pool: kv.HostPool, slots: list[int], fmt: GroupFormat = ONE, topology: Topology = TWO_RANKS
 ) -> None:
     """Begins and ends a load of what both ranks wrote."""
-    pool.begin_load(slots, fmt, topology, everyone)
-    pool.end_load(slots)
+    pool.begin_load(slots, fmt, topology, everyone)()
 
 
 @pytest.fixture
@@ -162,12 +161,13 @@ def test_a_slot_that_is_being_written_cannot_be_loaded_or_written_twice(
 def test_a_slot_that_is_being_read_cannot_be_written_but_read_again(pool: kv.HostPool) -> None:
     for rank in BOTH:
         store(pool, rank, [3])
-    pool.begin_load([3], ONE, TWO_RANKS, everyone)
-    pool.begin_load([3], ONE, TWO_RANKS, everyone)
+    ends = [pool.begin_load([3], ONE, TWO_RANKS, everyone) for _ in range(2)]
     for pending in (2, 1):
         with pytest.raises(kv.PoolError, match=rf"slot 3 is being read by {pending} pending load"):
             begin(pool, 0, [3])
-        pool.end_load([3])
+        end = ends.pop()
+        end()
+        end()  # again does no harm
     begin(pool, 0, [3])
 
 
@@ -178,8 +178,7 @@ def test_a_slot_that_lacks_a_ranks_part_is_incomplete(pool: kv.HostPool) -> None
         read(pool, [0])
     with pytest.raises(kv.PoolError, match=r"slot 0 is incomplete: rank\(s\) 1 "):
         read(pool, [0], topology=FOUR_RANKS)
-    pool.begin_load([0], ONE, TWO_RANKS, lambda _slot: frozenset({0}))  # rank 0's own part is there
-    pool.end_load([0])
+    pool.begin_load([0], ONE, TWO_RANKS, lambda _slot: frozenset({0}))()  # rank 0's own is there
     store(pool, 1, [0])
     read(pool, [0])
     read(pool, [0], topology=FOUR_RANKS)
@@ -277,13 +276,73 @@ def test_an_undone_store_does_not_revive_what_others_have_overwritten(pool: kv.H
         read(pool, [0])
 
 
-def test_an_undone_store_keeps_what_another_rank_has_finished_meanwhile(pool: kv.HostPool) -> None:
+def test_no_new_record_begins_while_another_rank_still_writes_the_old_one(
+    pool: kv.HostPool,
+) -> None:
     store(pool, 0, [0])
     begin(pool, 1, [0])
-    undo = pool.begin_store([0], ONE, TWO_RANKS, 0, everyone)
+    with pytest.raises(kv.PoolError, match="slot 0 is being written by a store that has not"):
+        begin(pool, 0, [0])
     pool.end_store([0], 1, frozenset())
+    read(pool, [0])
+
+
+def test_an_undone_store_keeps_what_another_rank_has_finished_meanwhile(pool: kv.HostPool) -> None:
+    undo = pool.begin_store([0], ONE, TWO_RANKS, 0, everyone)
+    store(pool, 1, [0])
     undo()
-    read(pool, [0])  # rank 0's part of before, and rank 1's
+    store(pool, 0, [0])
+    read(pool, [0])
+
+
+def test_a_failed_store_without_a_key_gives_the_record_up(pool: kv.HostPool) -> None:
+    """Rank 0 stored Y and rank 1 failed to; the slot then gets Z, rank 1 first."""
+    store(pool, 0, [0])
+    begin(pool, 1, [0])
+    pool.end_store([0], 1, frozenset({0}))
+    store(pool, 1, [0])
+    with pytest.raises(kv.PoolError, match=r"incomplete: rank\(s\) 0 "):
+        read(pool, [0])
+    store(pool, 0, [0])
+    read(pool, [0])
+
+
+def test_keys_tell_records_apart_in_whatever_order_ranks_store(pool: kv.HostPool) -> None:
+    """Y0 Z0 Y1 Z1: only Z is whole in the end, and only under its own name."""
+
+    def named(rank: int, key: str) -> None:
+        pool.begin_store([0], ONE, TWO_RANKS, rank, everyone, keys={0: key})
+        pool.end_store([0], rank, frozenset())
+
+    def read_as(key: str) -> None:
+        pool.begin_load([0], ONE, TWO_RANKS, everyone, keys={0: key})()
+
+    named(0, "Y")
+    named(0, "Z")
+    named(1, "Y")
+    with pytest.raises(kv.PoolError, match=r"incomplete: rank\(s\) 0 "):
+        read_as("Y")
+    named(1, "Z")
+    with pytest.raises(kv.PoolError, match="holds record 'Z', this load wants 'Y'"):
+        read_as("Y")
+    with pytest.raises(kv.PoolError, match=r"incomplete: rank\(s\) 0 "):
+        read_as("Z")
+    named(0, "Z")
+    read_as("Z")
+    named(0, "Z")  # the same record again changes nothing
+    read_as("Z")
+
+
+def test_tensors_of_another_dtype_are_another_format_though_the_context_names_none(
+    pool: kv.HostPool,
+) -> None:
+    for rank in (0, 1):
+        pool.begin_store([0], ONE, TWO_RANKS, rank, everyone, element="bfloat16")
+        pool.end_store([0], rank, frozenset())
+    for element in ("bfloat16", ""):
+        pool.begin_load([0], ONE, TWO_RANKS, everyone, element=element)()
+    with pytest.raises(kv.FormatMismatchError, match="tensors: stored bfloat16, wanted float16"):
+        pool.begin_load([0], ONE, TWO_RANKS, everyone, element="float16")
 
 
 def test_one_of_many_threads_gets_a_slot(pool: kv.HostPool) -> None:

@@ -273,13 +273,13 @@ def test_no_difference_is_said_of_equal_formats():
         ({"grid": {"pcp": 2}}, ["tokens: stored 16, wanted 32"]),
         (
             {"layers": numbered(attention(), attention(kv_packing="split"))},
-            ["layers[1].kv_packing: stored 'packed', wanted 'split'"],
+            ["layers layer.1, kv_packing: stored 'packed', wanted 'split'"],
         ),
         (
             {"layers": numbered(attention(head_size=32), attention())},
             [
-                "layers[0].head_size: stored 64, wanted 32",
-                "layers[0].v_head_size: stored 64, wanted 32",
+                "layers layer.0, head_size: stored 64, wanted 32",
+                "layers layer.0, v_head_size: stored 64, wanted 32",
             ],
         ),
         ({"layers": numbered(attention())}, ["layers: stored 2 of them, wanted 1"]),
@@ -302,12 +302,21 @@ def test_differences_name_the_field(named, lines):
     assert list(differences(**named)) == lines
 
 
-def test_many_differences_are_counted_not_listed():
+def test_layers_with_one_difference_are_told_together():
     layers = numbered(*[attention(head_size=32)] * 40)
-    mine, theirs = format_of(numbered(*[attention()] * 40)), format_of(layers)
+    assert format_of(numbered(*[attention()] * 40)).differences(format_of(layers)) == (
+        "layers layer.0-39 (40 layers), head_size: stored 64, wanted 32",
+        "layers layer.0-39 (40 layers), v_head_size: stored 64, wanted 32",
+    )
+
+
+def test_many_differences_are_counted_not_listed():
+    layers = numbered(*[attention(total_kv_heads=heads) for heads in range(2, 42)])
+    mine, theirs = format_of(numbered(*[attention(total_kv_heads=1)] * 40)), format_of(layers)
     found = mine.differences(theirs)
     assert len(found) == 9
-    assert found[-1] == "... and 72 more"
+    assert found[0] == "layers layer.0, total_kv_heads: stored 1, wanted 2"
+    assert found[-1] == "... and 32 more"
 
 
 @given(engines, engines)

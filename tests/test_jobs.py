@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import kvpolicy as kv
-from kvpolicy.jobs import Jobs, PendingJob
+from kvpolicy.jobs import Claim, Jobs, PendingJob
 
 BYTES = 128
 
@@ -60,7 +60,13 @@ class Queue:
         released = self.released[job_id] = []
         self.handles[job_id] = handle
         self.jobs.add(
-            PendingJob(job=job, handle=handle, plugin="acme", begun=0.0, release=released.append)
+            PendingJob(
+                job=job,
+                handle=handle,
+                plugin="acme",
+                begun=0.0,
+                claim=Claim(settle=released.append, undo=lambda: None),
+            )
         )
         return job_id
 

@@ -578,6 +578,22 @@ def test_llama_4_attends_in_chunks_where_it_has_rotary_positions():
     assert group_names(geometry_from_config(text)) == ["full"]
 
 
+@pytest.mark.parametrize(
+    ("keys", "full"),
+    [
+        ({}, [3, 7]),
+        ({"no_rope_layers": []}, [3, 7]),
+        ({"no_rope_layers": [], "no_rope_layer_interval": 3}, [2, 5]),
+        ({"no_rope_layers": [1] * 8}, []),
+    ],
+)
+def test_llama_4_without_a_list_has_its_configuration_class_s_own(keys, full):
+    config = llama(model_type="llama4_text", attention_chunk_size=8192, num_hidden_layers=8, **keys)
+    assert [
+        i for i in range(8) if i not in indices(geometry_from_config(config), "chunked")
+    ] == full
+
+
 def test_mimo_v2_has_other_heads_in_sliding_layers_and_narrow_values():
     geometry = geometry_from_config(
         {
@@ -1020,11 +1036,6 @@ def test_an_8_bit_cache_dtype_leaves_the_state_in_the_models():
         ),
         (llama(attention_chunk_size=8192), "attention_chunk_size", "give layer_types"),
         (
-            llama(model_type="llama4_text", attention_chunk_size=8192),
-            "no_rope_layers",
-            "attention_chunk_size needs to know which layers attend in chunks",
-        ),
-        (
             llama(model_type="llama4_text", attention_chunk_size=8, no_rope_layers=[1, 0]),
             "no_rope_layers",
             "but the model has 4 layers",
@@ -1092,6 +1103,34 @@ def test_refused_by_key(config, key, text):
     assert text in refused(config, key)
 
 
+@pytest.mark.parametrize("section", ["quantization_config", "compression_config"])
+@pytest.mark.parametrize(
+    ("key", "value", "found"),
+    [
+        ("kv_cache_scheme", {"num_bits": 8, "type": "float"}, "an object of 2 keys"),
+        ("kv_cache_quant_algo", "FP8", "'FP8'"),
+    ],
+)
+def test_a_quantised_cache_is_refused_unless_its_dtype_is_given(section, key, value, found):
+    quantised = {section: {"quant_method": "modelopt", key: value}}
+    config = llama(**quantised)
+    said = f"{section}.{key} is {found}: so the cache is quantised; pass the cache's own type"
+    assert said in refused(config, f"{section}.{key}")
+    assert "--dtype fp8" in refused(config, f"{section}.{key}", dtype="auto")
+    (spec, *_) = geometry_from_config(config, dtype="fp8").layers.values()
+    assert spec.itemsize == 1
+    outside = {"text_config": llama(), **quantised}
+    assert said in refused(outside, f"{section}.{key}")
+    # Recurrent state has the model's dtype whatever the cache's is.
+    hybrid = changed(LFM2, **quantised)
+    assert geometry_from_config(hybrid, dtype="fp8") == geometry_from_config(LFM2, dtype="fp8")
+
+
+def test_a_quantised_model_whose_cache_is_not_is_none_of_that():
+    config = llama(quantization_config={"quant_method": "fp8", "kv_cache_scheme": None})
+    assert geometry_from_config(config) == geometry_from_config(llama())
+
+
 def test_sections_nested_too_deeply_are_refused():
     config = llama()
     for _ in range(6):
@@ -1133,7 +1172,8 @@ def test_load_config(tmp_path):
     ("content", "text"),
     [
         (json.dumps(llama())[:-7].encode(), "is not whole JSON: "),
-        (b"", "is not whole JSON: "),
+        (b"", "is empty; give a model's config.json"),
+        (b" \n", "is empty; give a model's config.json"),
         (b"\xff\xfe{", "is not UTF-8 text (byte 0)"),
         (b"[1]", "holds a JSON array; a config.json is an object"),
         (b'"a"', "holds a JSON string"),
@@ -1152,6 +1192,27 @@ def test_unreadable_files(tmp_path, content, text):
     assert caught.value.key == ""
     assert str(caught.value).startswith(str(path))
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ('{"head_dim": 64, "hidden_size": 8, "head_dim": 128}', "head_dim"),
+        ('{"head_dim": 64, "head_dim": 64}', "head_dim"),
+        (
+            '{"text_config": {"a": 1, "num_hidden_layers": 4, "num_hidden_layers": 5}}',
+            "num_hidden_layers",
+        ),
+        ('[{"": 1, "": 2}]', ""),
+    ],
+)
+def test_a_key_that_is_there_twice_is_refused(tmp_path, text, key):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert caught.value.key == key
+    assert str(caught.value) == f"{path} has the key {key!r} twice; drop one of them"
 
 
 def test_files_that_are_not_there(tmp_path):

@@ -177,8 +177,8 @@ VALUES = {
 }
 FUNCTIONS = {
     "certify": "spec, grid, layout=LBHNC, canonical_order=None",
-    "Connector.store": "self, block_ids, slots, group=None",
-    "Connector.load": "self, slots, block_ids, group=None",
+    "Connector.store": "self, block_ids, slots, group=None, *, keys=None",
+    "Connector.load": "self, slots, block_ids, group=None, *, keys=None",
     "Connector.register": "self, caches",
     "Connector.poll": "self",
     "Connector.wait": "self, job_ids=None, timeout=None",

@@ -634,3 +634,52 @@ def test_a_registration_keeps_its_own_mapping() -> None:
     registration = kv.Registration(pages=given)
     given["a"] = kv.LayerPages(tensor=torch.zeros(1), page=None)
     assert registration.pages == {}
+
+
+def test_a_plugin_cannot_talk_the_core_out_of_its_own_reading(acme: types.ModuleType) -> None:
+    """An NHD tensor under HND, registered as if it were a dense HND page."""
+
+    def flat(context: kv.PolicyContext, caches: kv.KVCaches) -> kv.Registration:
+        size = 2 * 4 * ROW
+        page = kv.StridedPage(offset=0, block_stride=size, box=kv.Box(size))
+        owners = {name: caches.owner(name) for name in context.stage_layers}
+        return kv.Registration(
+            pages={name: kv.LayerPages(tensor=t, page=page) for name, t in owners.items()}
+        )
+
+    acme.answer = flat
+    context = context_of()
+    wrong = {name: torch.zeros(3, 4, 2, ROW, dtype=torch.uint8).transpose(1, 2) for name in NAMES}
+    with pytest.raises(kv.RegistrationError) as error:
+        kv.Connector(context, ["acme"]).register(wrong)
+    assert set(codes(error.value).values()) == {"stride-contradicts-layout"}
+    opaque = {name: torch.zeros(3, 2 * 4 * ROW, dtype=torch.uint8) for name in NAMES}
+    kv.Connector(context, ["acme"]).register(opaque)
+
+
+def test_a_page_that_could_answer_otherwise_when_asked_again_is_refused(
+    acme: types.ModuleType,
+) -> None:
+    class Shifty(kv.StridedPage):
+        """A subclass."""
+
+    def shifty(context: kv.PolicyContext, caches: kv.KVCaches) -> kv.Registration:
+        honest = kv.Registration.from_caches(context, caches).pages
+        return kv.Registration(
+            pages={
+                name: kv.LayerPages(
+                    tensor=pages.tensor,
+                    page=Shifty(
+                        offset=pages.page.offset,
+                        block_stride=pages.page.block_stride,
+                        box=pages.page.box,
+                    ),
+                )
+                for name, pages in honest.items()
+            }
+        )
+
+    acme.answer = shifty
+    with pytest.raises(kv.RegistrationError) as error:
+        kv.Connector(context_of(), ["acme"]).register(tensors())
+    assert set(codes(error.value).values()) == {"page-contradicts-spec"}

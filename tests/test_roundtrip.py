@@ -943,7 +943,7 @@ def test_c20_every_rank_and_role_resolves_the_interleave_alike() -> None:
 def differing() -> dict[str, tuple[dict, dict, str]]:
     """Change -> (spec, context, the field that must be named), against the plain canonical one."""
     return {
-        "head size": ({"head_size": 64}, {}, r"layers\[0\]\.head_size: stored 128, wanted 64"),
+        "head size": ({"head_size": 64}, {}, "layers l, head_size: stored 128, wanted 64"),
         "value size": ({"v_head_size": 64}, {}, r"v_head_size: stored 128, wanted 64"),
         "heads": ({"total_kv_heads": 4}, {}, "total_kv_heads: stored 2, wanted 4"),
         "item size": ({"itemsize": 1}, {}, "itemsize: stored 2, wanted 1"),

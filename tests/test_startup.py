@@ -3,6 +3,7 @@
 import itertools
 import json
 import sys
+import unittest.mock
 from pathlib import Path
 
 import attrs
@@ -750,6 +751,8 @@ def test_the_explanation_has_what_the_architecture_promises():
         assert set(layer) == {
             "name",
             "kind",
+            "group",
+            "spec",
             "local_page_bytes",
             "canonical_page_bytes",
             "portable",
@@ -811,3 +814,33 @@ def test_every_rank_gives_one_explanation():
             for r in range(4)
         }
         assert len(told) == 1
+
+
+@pytest.mark.parametrize("kind", [Vote, LayoutDecision])
+def test_a_stand_in_for_a_vote_is_no_vote(kind):
+    answer = unittest.mock.Mock(spec=kind)
+    connector = Connector(context(), [Voter("mock", answer)])
+    assert connector.decision.decided_by == "cross-layer"
+    (info,) = [info for info in connector.plugins.infos if info.name == "mock"]
+    assert info.status == "failed"
+    assert "possible: True, False, None or a Vote" in info.reason
+
+
+def test_formats_cannot_be_changed_from_outside():
+    connector = Connector(context())
+    before = connector.format_id
+    with pytest.raises(TypeError):
+        connector.formats["attention"] = None
+    with pytest.raises(TypeError):
+        connector.formats["attention"].fields["dtype"] = "float16"
+    connector.formats["attention"].fields["layers"].clear()
+    assert connector.format_id == before
+
+
+def test_options_are_the_contexts_own():
+    given = {"kvpolicy": {"plugins": [], "priority": {"direct": 1}}}
+    asked = context(options=given)
+    given["kvpolicy"]["plugins"].append("no-such-plugin")
+    given["kvpolicy"]["priority"]["direct"] = 2
+    (direct,) = [p for p in Connector(asked).explain()["plugins"] if p["name"] == "direct"]
+    assert direct["priority"] == 1

@@ -14,8 +14,7 @@ import torch
 
 from kvpolicy.canonical import local_heads
 from kvpolicy.context import PolicyContext
-from kvpolicy.decision import LayoutDecision
-from kvpolicy.errors import OptionError, Refusal
+from kvpolicy.errors import OptionError, Refusal, shown
 from kvpolicy.pages import PageShape, StridedPage, page_shape
 from kvpolicy.specs import MAX_SIZE, LayerSpec
 from kvpolicy.strides import TensorFacts, page_of_tensor
@@ -37,13 +36,19 @@ class SlabPlacement:
         for name in ("offset", "block_stride"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise OptionError(f"SlabPlacement.{name} is a number of bytes, not {value!r}")
+                raise OptionError(f"SlabPlacement.{name} is a number of bytes, not {shown(value)}")
 
 
 def _mapping(value: object) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise OptionError(f"KVCaches takes a mapping by layer name, not {type(value).__name__}")
     return MappingProxyType(dict(value))
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements are one run of memory, in whatever order."""
+    extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return extent == tensor.numel()
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -75,6 +80,11 @@ class KVCaches:
                     f"the placement of layer {name!r} is a SlabPlacement, not "
                     f"{type(placement).__name__}"
                 )
+        if self.placements and self.slab is not None and not _is_dense(self.slab):
+            raise OptionError(
+                f"placements are offsets into a slab that is one run of memory; a view of shape "
+                f"{list(self.slab.shape)} and strides {list(self.slab.stride())} is not"
+            )
         if self.placements and self.slab is None:
             raise OptionError("placements say where layers lie in a slab, but no slab is given")
         if both := sorted({*self.tensors} & {*self.placements}):
@@ -101,9 +111,15 @@ class KVCaches:
             OptionError: both or neither are given, the dimension does not count the layers, or a
                 layer is named twice.
         """
+        if isinstance(layer_names, str) or not isinstance(layer_names, Iterable):
+            raise OptionError(f"layer_names are several names, not {shown(layer_names)}")
         names = list(layer_names)
         if not isinstance(slab, torch.Tensor):
             raise OptionError(f"a slab is a torch tensor, not {type(slab).__name__}")
+        numbers = {"layer_dim": layer_dim, "offset": offset, "layer_stride": layer_stride}
+        for name, value in (numbers | {"block_stride": block_stride}).items():
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise OptionError(f"from_slab's {name} is a whole number, not {shown(value)}")
         if len({*names}) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise OptionError(f"layer {twice!r} is named twice")
@@ -139,9 +155,7 @@ class KVCaches:
 
 
 def as_caches(
-    given: KVCaches | Mapping[str, torch.Tensor] | torch.Tensor,
-    context: PolicyContext,
-    decision: LayoutDecision,
+    given: KVCaches | Mapping[str, torch.Tensor] | torch.Tensor, context: PolicyContext
 ) -> KVCaches:
     """What an engine hands over, as KVCaches.
 
@@ -149,10 +163,9 @@ def as_caches(
         given: a KVCaches; layer name -> tensor; or one slab whose first two dimensions are the
             layers of this rank and the blocks.
         context: names the layers.
-        decision: tells the two apart where there are as many blocks as layers.
 
     Raises:
-        OptionError: something else, or no such dimension.
+        OptionError: something else, or dimensions that do not say which counts layers.
     """
     if isinstance(given, KVCaches):
         return given
@@ -166,8 +179,11 @@ def as_caches(
     names = list(context.stage_layers)
     counted = [dim for dim in (0, 1) if dim < given.dim() and given.shape[dim] == len(names)]
     if len(counted) == 2:
-        outer = 0 if given.stride(0) >= given.stride(1) else 1
-        counted = [1 - outer if decision.cross_layer_blocks else outer]
+        raise OptionError(
+            f"a slab of shape {list(given.shape)} has as many blocks as layers, which cannot be "
+            "told apart; say which dimension counts layers: KVCaches.from_slab(slab, names, "
+            "layer_dim=0 or 1)"
+        )
     if not counted:
         raise OptionError(
             f"a slab's first two dimensions are {len(names)} layers and "

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,16 +23,25 @@ from kvpolicy.errors import (
     ClosedError,
     OptionError,
     close_names,
+    shown,
 )
-from kvpolicy.hostpool import HostPool, as_pool
+from kvpolicy.hostpool import HostPool, Keys, as_pool
 from kvpolicy.identity import GroupFormat
-from kvpolicy.jobs import Jobs
-from kvpolicy.plan import TransferPlan, plan_group
+from kvpolicy.jobs import Claim, Jobs
+from kvpolicy.plan import TransferPlan, check_alive, elements, plan_group
 from kvpolicy.plugins import PluginSet, load_plugins, plugin_names, select
 from kvpolicy.records import GroupRecord
 from kvpolicy.registration import Registration
 from kvpolicy.startup import register_layers, start_up
-from kvpolicy.transfer import BlockIds, Direction, TransferResult, check_ids, check_unique, make_job
+from kvpolicy.transfer import (
+    Direction,
+    TransferJob,
+    TransferResult,
+    check_ids,
+    check_unique,
+    make_job,
+    pair_keys,
+)
 
 
 class Connector:
@@ -89,7 +99,7 @@ class Connector:
         self._registration: Registration | None = None
         self._plans: dict[str, tuple[TransferPlan, ...]] = {}
         self._changed = threading.Condition()
-        self._submitting = 0
+        self._submitters: list[int] = []  # threads that are inside a call
         self._closing = False
         self._released = False
 
@@ -165,7 +175,7 @@ class Connector:
         """
         with self._open():
             self._check_unregistered()
-            given = as_caches(caches, self.context, self.decision)
+            given = as_caches(caches, self.context)
             registration = register_layers(self._started, given)
             plans = self._plan(registration)
             with self._changed:
@@ -173,7 +183,12 @@ class Connector:
                 self._registration, self._plans = registration, plans
 
     def store(
-        self, block_ids: Iterable[int], slots: Iterable[int], group: str | None = None
+        self,
+        block_ids: Iterable[int],
+        slots: Iterable[int],
+        group: str | None = None,
+        *,
+        keys: Iterable[Hashable] | None = None,
     ) -> int:
         """Copies this rank's part of blocks into slots; returns the job's id at once.
 
@@ -182,6 +197,10 @@ class Connector:
             slots: the pool's rows, one for each block; may not repeat. Copied: the caller may
                 change its arrays afterwards.
             group: the layers' group; required if there are several.
+            keys: the records' names, one for each slot, such as the engine's block hashes. Ranks
+                that store parts of one record give one key; another key begins a new record.
+                Without keys the ranks must stay in step: a slot begins a new record when a rank
+                stores it a second time.
 
         Raises:
             BlockIdError: not integers, out of range, repeated slots, or other lengths.
@@ -190,22 +209,30 @@ class Connector:
             NoTransferError: no transfer plugin takes the job.
             ClosedError: closed, not registered yet, or made without a host pool.
         """
-        return self._submit("store", block_ids, slots, group)
+        return self._submit("store", block_ids, slots, group, keys)
 
-    def load(self, slots: Iterable[int], block_ids: Iterable[int], group: str | None = None) -> int:
+    def load(
+        self,
+        slots: Iterable[int],
+        block_ids: Iterable[int],
+        group: str | None = None,
+        *,
+        keys: Iterable[Hashable] | None = None,
+    ) -> int:
         """Copies this rank's part of slots into blocks; returns the job's id at once.
 
         Args:
             slots: the pool's rows; may repeat.
             block_ids: the engine's blocks, one for each slot; may not repeat.
             group: the layers' group; required if there are several.
+            keys: the records that the slots must hold, one for each slot.
 
         Raises:
             FormatMismatchError: a slot holds another format; the differing fields are named.
             PoolError: a slot is empty, being written, or lacks some rank's part.
             BlockIdError, OptionError, NoTransferError, ClosedError: as for `store`.
         """
-        return self._submit("load", block_ids, slots, group)
+        return self._submit("load", block_ids, slots, group, keys)
 
     def poll(self) -> list[TransferResult]:
         """The results that have come since the last call, each once; never blocks."""
@@ -232,11 +259,13 @@ class Connector:
         Results that were not delivered stay for `poll` and `wait`. Closing twice is fine.
         """
         with self._changed:
+            if threading.get_ident() in self._submitters:
+                raise ClosedError("close waits for the call that it was made from; call it outside")
             if self._closing:
                 self._changed.wait_for(lambda: self._released)
                 return
             self._closing = True
-            self._changed.wait_for(lambda: not self._submitting)
+            self._changed.wait_for(lambda: not self._submitters)
         try:
             self._jobs.drain()
         finally:
@@ -273,12 +302,12 @@ class Connector:
         with self._changed:
             if self._closing:
                 raise ClosedError("this connector is closed; make another one")
-            self._submitting += 1
+            self._submitters.append(threading.get_ident())
         try:
             yield
         finally:
             with self._changed:
-                self._submitting -= 1
+                self._submitters.remove(threading.get_ident())
                 self._changed.notify_all()
 
     def _check_unregistered(self) -> None:
@@ -300,8 +329,8 @@ class Connector:
             return next(iter(records.values()))
         if group is None:
             raise OptionError(f"the layers form groups, name one of: {', '.join(records)}")
-        if group not in records:
-            raise OptionError(f"no group {group!r}; {close_names(str(group), records)}")
+        if not isinstance(group, str) or group not in records:
+            raise OptionError(f"no group {shown(group)}; {close_names(str(group), records)}")
         return records[group]
 
     def _submit(
@@ -310,6 +339,7 @@ class Connector:
         block_ids: Iterable[int],
         slots: Iterable[int],
         group: str | None,
+        keys: Iterable[Hashable] | None,
     ) -> int:
         with self._open():
             if self._registration is None:
@@ -325,24 +355,26 @@ class Connector:
                 check_unique(rows, "slot")
             else:
                 check_unique(blocks, "block")
+            named = None if keys is None else pair_keys(keys, rows)
             plans = self._plans[record.group.name]
+            check_alive(plans)
             job = make_job(self._jobs.new_id(), direction, plans, blocks, rows)
-            release, undo = self._claim(record, direction, rows)
-            self._jobs.start(job, self.plugins, release, undo)
+            self._jobs.start(job, self.plugins, self._claim(self._pool, record, job, named))
             return job.job_id
 
     def _claim(
-        self, record: GroupRecord, direction: Direction, rows: BlockIds
-    ) -> tuple[Callable[[frozenset[int]], None], Callable[[], None]]:
-        """Marks the slots in the pool; returns what unmarks them after a job, and without one."""
-        pool, rank = self._pool, self.context.rank
-        if pool is None:  # checked by _submit
-            raise ClosedError("this connector has no host pool")
-        fmt = self._started.formats[record.group.name]
-        slots = tuple(dict.fromkeys(rows.tolist()))
-        pool.collect()
-        if direction == "store":
-            undo = pool.begin_store(slots, fmt, record.topology, rank, record.writers)
-            return lambda lost: pool.end_store(slots, rank, lost), undo
-        pool.begin_load(slots, fmt, record.topology, lambda slot: record.sources(rank, slot))
-        return lambda _lost: pool.end_load(slots), lambda: pool.end_load(slots)
+        self, pool: HostPool, record: GroupRecord, job: TransferJob, keys: Keys | None
+    ) -> Claim:
+        """Marks the job's slots in the pool; says how to unmark them."""
+        rank = self.context.rank
+        what = self._started.formats[record.group.name], record.topology
+        slots = tuple(dict.fromkeys(job.slots.tolist()))
+        element = elements(self._plans[record.group.name])
+        if pool.is_busy(slots):
+            pool.collect()
+        if job.direction == "store":
+            undo = pool.begin_store(slots, *what, rank, record.writers, keys=keys, element=element)
+            return Claim(settle=lambda lost: pool.end_store(slots, rank, lost), undo=undo)
+        sources = partial(record.sources, rank)
+        end = pool.begin_load(slots, *what, sources, keys=keys, element=element)
+        return Claim(settle=lambda _lost: end(), undo=end)

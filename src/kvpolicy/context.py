@@ -35,10 +35,17 @@ def _order(value: str | KVCacheLayout | None) -> KVCacheLayout | None:
     return None if value is None else KVCacheLayout.parse(value)
 
 
+def _copied(value: Any) -> Any:
+    """Options of options are copied, so that the caller's later changes change nothing."""
+    if isinstance(value, dict):
+        return {key: _copied(inner) for key, inner in value.items()}
+    return [_copied(inner) for inner in value] if isinstance(value, list) else value
+
+
 def _options(value: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise OptionError(f"options is a mapping, not {type(value).__name__} {value!r}")
-    return MappingProxyType(dict(value))
+    return MappingProxyType({key: _copied(inner) for key, inner in value.items()})
 
 
 def _plain(value: str) -> str:

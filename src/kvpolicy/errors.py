@@ -90,8 +90,15 @@ class Refusal:
 _SHOWN_CHARS = 200
 _RANGES_SHOWN = 4
 
-PLUGIN_FAULTS = (Exception, SystemExit)
-"""What a plugin's code may raise and the core survives: all but an interrupt."""
+
+def spare(error: BaseException) -> None:
+    """Lets an interrupt through; anything else that a plugin raises, the core survives.
+
+    ``except BaseException as error: spare(error)``: asyncio's cancellation and what native
+    extensions raise are no Exceptions either.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        raise error
 
 
 class KVPolicyError(Exception):
@@ -325,7 +332,8 @@ def shown(value: object) -> str:
         return f"a number of {value.bit_length():,} bits"
     try:
         text = repr(value)
-    except PLUGIN_FAULTS:
+    except BaseException as error:  # noqa: BLE001  see spare
+        spare(error)
         return f"a {type(value).__name__} that cannot be shown"
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
 
@@ -334,7 +342,8 @@ def told(error: BaseException) -> str:
     """A plugin's exception for an error's text, whatever its own ``__str__`` does."""
     try:
         text = str(error)
-    except PLUGIN_FAULTS:
+    except BaseException as raised:  # noqa: BLE001  see spare
+        spare(raised)
         text = "(no text)"
     return f"{type(error).__name__}: {text}".rstrip(": ")
 

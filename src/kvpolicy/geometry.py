@@ -61,6 +61,11 @@ def even_stages(num_layers: int, pp: int) -> tuple[int, ...]:
     return tuple(stages)
 
 
+def _check_ordered(name: str, values: object) -> None:
+    if isinstance(values, set | frozenset):
+        raise GeometryError(f"{name} are given in order; a set has none")
+
+
 def _whole_layers(layers: object) -> Mapping[str, LayerSpec]:
     if not isinstance(layers, Mapping):
         raise GeometryError(f"layers maps names to specs; it cannot be {type(layers).__name__}")
@@ -81,6 +86,7 @@ def _whole_groups(groups: object, geometry: CacheGeometry) -> tuple[LayerGroup, 
     layers = geometry.layers
     if groups is None:
         return _default_groups(layers)
+    _check_ordered("groups", groups)
     owner: dict[str, str] = {}
     names: set[str] = set()
     found = tuple(groups) if isinstance(groups, Iterable) else (groups,)
@@ -114,6 +120,7 @@ def _whole_groups(groups: object, geometry: CacheGeometry) -> tuple[LayerGroup, 
 def _whole_stages(stages: object, geometry: CacheGeometry) -> tuple[int, ...] | None:
     if stages is None:
         return None
+    _check_ordered("stages", stages)
     found = tuple(stages) if isinstance(stages, Iterable) else (stages,)
     for count in found:
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
@@ -168,7 +175,10 @@ class CacheGeometry(Picklable):
         GeometryError: no layers, more than 4,096, groups or stages that do not fit them.
     """
 
-    layers: Mapping[str, LayerSpec] = attrs.field(converter=_whole_layers, hash=False)
+    layers: Mapping[str, LayerSpec] = attrs.field(
+        converter=_whole_layers,
+        eq=lambda layers: tuple(layers.items()),  # order counts
+    )
     num_blocks: int = attrs.field(validator=int_between(1, 2**40))
     groups: tuple[LayerGroup, ...] = attrs.field(
         default=None,

@@ -7,32 +7,45 @@ has finished its store.
 
 from __future__ import annotations
 
+import inspect
 import threading
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Mapping
 
 import attrs
 import numpy as np
 import torch
 
-from kvpolicy.errors import FormatMismatchError, OptionError, PoolError
+from kvpolicy.errors import FormatMismatchError, OptionError, PoolError, shown
 from kvpolicy.identity import GroupFormat
 from kvpolicy.records import Topology
 
 MAX_POOL_BYTES = 2**44
+Collect = Callable[[], None]
+Keys = Mapping[int, Hashable]
 Sources = Callable[[int], frozenset[int]]
 """Slot -> the world ranks that write what is meant."""
+
+
+@attrs.frozen
+class _Record:
+    """What one slot's record is: its format, who stores it, its name and its tensors' dtype."""
+
+    format: GroupFormat
+    topology: Topology
+    key: Hashable | None = None
+    element: str = attrs.field(default="", eq=False)  # layers of a rank may have several
 
 
 @attrs.define
 class _Slot:
     """What a slot holds, and who is busy with it."""
 
-    format: GroupFormat | None = None
-    topology: Topology | None = None
+    record: _Record | None = None
     writers: frozenset[int] = frozenset()
     stored: set[int] = attrs.field(factory=set)
     writing: set[int] = attrs.field(factory=set)
-    reading: int = 0
+    reading: set[object] = attrs.field(factory=set)
     stores: int = 0  # how many have begun here
 
 
@@ -59,7 +72,7 @@ class HostPool:
             if value is None and name == "record_bytes":
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise OptionError(f"HostPool {name} is a whole number >= 1, not {value!r}")
+                raise OptionError(f"HostPool {name} is a whole number >= 1, not {shown(value)}")
         if alignment & (alignment - 1):
             raise OptionError(f"HostPool alignment is a power of two, not {alignment}")
         self.num_slots = num_slots
@@ -68,7 +81,7 @@ class HostPool:
         self._rows: torch.Tensor | None = None
         self._slots: dict[int, _Slot] = {}
         self._lock = threading.Lock()
-        self._members: list[Callable[[], None]] = []
+        self._members: list[Callable[[], Collect | None]] = []
         if record_bytes is not None:
             self._allocate(record_bytes)
 
@@ -111,12 +124,12 @@ class HostPool:
         rows = memory[start : start + total].reshape(self.num_slots, self.row_stride)
         self._rows = torch.from_numpy(rows)
 
-    def join(self, record_bytes: int, collect: Callable[[], None]) -> None:
+    def join(self, record_bytes: int, collect: Collect) -> None:
         """Joins a connector whose largest record has ``record_bytes``.
 
         Args:
             record_bytes: bytes of the largest group's record.
-            collect: called, outside every lock, when a slot that is being written is wanted.
+            collect: called outside every lock when a slot in use is wanted.
 
         Raises:
             PoolError: the rows are shorter.
@@ -129,25 +142,34 @@ class HostPool:
                     f"the pool's rows hold {self.record_bytes:,} B, this connector's records have "
                     f"{record_bytes:,}; make the pool with record_bytes={record_bytes}"
                 )
-            self._members.append(collect)
+            # Weakly, so that a pool keeps no connector and its tensors alive.
+            method = inspect.ismethod(collect)
+            self._members.append(weakref.WeakMethod(collect) if method else lambda: collect)
 
-    def leave(self, collect: Callable[[], None]) -> None:
+    def leave(self, collect: Collect) -> None:
         """Undoes `join`; the rows stay for others."""
         with self._lock:
-            self._members = [member for member in self._members if member != collect]
+            self._members = [one for one in self._members if one() not in (None, collect)]
 
     def collect(self) -> None:
         """Lets every connector notice what has finished."""
         with self._lock:
             members = list(self._members)
         for member in members:
-            member()
+            if (alive := member()) is not None:
+                alive()
 
     def holds(self, slot: int) -> GroupFormat | None:
         """The format of what a slot holds, or None."""
         with self._lock:
             found = self._slots.get(slot)
-            return found.format if found is not None and found.stored else None
+            return found.record.format if found and found.record and found.stored else None
+
+    def is_busy(self, slots: Iterable[int]) -> bool:
+        """Whether some slot is being written or read."""
+        with self._lock:
+            found = (self._slots.get(slot) for slot in slots)
+            return any(state and (state.writing or state.reading) for state in found)
 
     def begin_store(
         self,
@@ -156,43 +178,62 @@ class HostPool:
         topology: Topology,
         rank: int,
         writers: Sources,
+        *,
+        keys: Keys | None = None,
+        element: str = "",
     ) -> Callable[[], None]:
         """Marks slots as being written by a rank; all of them or none.
 
-        A rank that stores a slot which it has already stored begins a new record there: what the
-        other ranks stored before no longer counts.
+        A slot begins a new record, and what was stored there no longer counts, when its format,
+        engine or key differs, or, without keys, when a rank stores it a second time.
+
+        Args:
+            slots: the rows.
+            fmt: what is stored.
+            topology: the engine that stores it.
+            rank: the world rank that stores.
+            writers: slot -> the ranks that write its record.
+            keys: slot -> the record's name, where the engine names them.
+            element: the tensors' dtype, "" if they are opaque bytes or have several.
 
         Returns:
             What undoes it, instead of `end_store`, where no byte was moved.
 
         Raises:
-            PoolError: a slot is being read, or written by this rank or another engine.
+            PoolError: a slot is being read, or written by this rank or as another record.
         """
         begun = []
         with self._lock:
-            wanted = [(slot, self._slots.setdefault(slot, _Slot())) for slot in slots]
-            for slot, state in wanted:
-                if state.reading:
-                    raise PoolError(
-                        f"slot {slot} is being read by {state.reading} pending load(s); wait for "
-                        "them before storing there"
-                    )
-                other = (state.format, state.topology) != (fmt, topology)
-                if rank in state.writing or (state.writing and other):
-                    raise PoolError(
-                        f"slot {slot} is being written by a store that has not finished; wait for "
-                        "it before storing there again"
-                    )
-            for slot, state in wanted:
+            wanted = [
+                (
+                    slot,
+                    self._slots.setdefault(slot, _Slot()),
+                    _Record(fmt, topology, keys[slot] if keys else None, element),
+                )
+                for slot in slots
+            ]
+            for slot, state, record in wanted:
+                self._check_writable(slot, state, record, rank)
+            for slot, state, record in wanted:
                 state.stores += 1
                 begun.append((state, attrs.evolve(state, stored=set(state.stored))))
-                same = state.format == fmt and state.topology == topology
-                if not same or rank in state.stored:
+                if _is_new(state, record, rank):
                     state.stored.clear()
-                state.format, state.topology = fmt, topology
-                state.writers = writers(slot)
+                state.record, state.writers = record, writers(slot)
                 state.writing.add(rank)
         return lambda: self._undo_store(begun, rank)
+
+    def _check_writable(self, slot: int, state: _Slot, record: _Record, rank: int) -> None:
+        if state.reading:
+            raise PoolError(
+                f"slot {slot} is being read by {len(state.reading)} pending load(s); wait for "
+                "them before storing there"
+            )
+        if rank in state.writing or (state.writing and _is_new(state, record, rank)):
+            raise PoolError(
+                f"slot {slot} is being written by a store that has not finished; wait for it "
+                "before storing there again"
+            )
 
     def _undo_store(self, begun: Iterable[tuple[_Slot, _Slot]], rank: int) -> None:
         with self._lock:
@@ -200,63 +241,102 @@ class HostPool:
                 state.writing.discard(rank)
                 if state.stores != before.stores:
                     continue  # another rank has joined the new record since
-                state.format, state.topology = before.format, before.topology
-                state.writers = before.writers
+                state.record, state.writers = before.record, before.writers
                 state.stored |= before.stored
 
     def end_store(self, slots: Iterable[int], rank: int, failed: frozenset[int]) -> None:
-        """Undoes the mark; slots that did not fail now hold the rank's part."""
+        """Undoes the mark; slots that did not fail now hold the rank's part.
+
+        A record without a key whose store failed is given up: nobody could tell a rank that
+        tries again from one that stores something new.
+        """
         with self._lock:
             for slot in slots:
                 state = self._slots[slot]
                 state.writing.discard(rank)
                 if slot not in failed:
                     state.stored.add(rank)
+                elif state.record is None or state.record.key is None:
+                    state.stored.clear()
+                else:
+                    state.stored.discard(rank)
 
     def begin_load(
-        self, slots: Iterable[int], fmt: GroupFormat, topology: Topology, sources: Sources
-    ) -> None:
+        self,
+        slots: Iterable[int],
+        fmt: GroupFormat,
+        topology: Topology,
+        sources: Sources,
+        *,
+        keys: Keys | None = None,
+        element: str = "",
+    ) -> Callable[[], None]:
         """Marks slots as being read; all of them or none.
+
+        Args:
+            slots: the rows.
+            fmt: what is wanted.
+            topology: the engine that wants it.
+            sources: slot -> the ranks whose parts are read, if the loader's engine stored it.
+            keys: slot -> the record's name, if it must be that one.
+            element: the tensors' dtype, "" if they are opaque bytes.
+
+        Returns:
+            What undoes it.
 
         Raises:
             FormatMismatchError: a slot holds another format; the differing fields are named.
-            PoolError: a slot is empty, being written, or lacks some rank's part.
+            PoolError: a slot is empty, being written, another record, or lacks some rank's part.
         """
+        token = object()
         with self._lock:
             found = [(slot, self._slots.get(slot, _Slot())) for slot in slots]
             for slot, state in found:
-                self._check_readable(slot, state, fmt, topology, sources)
+                key = keys[slot] if keys else None
+                self._check_readable(slot, state, _Record(fmt, topology, key, element), sources)
             for _, state in found:
-                state.reading += 1
+                state.reading.add(token)
 
-    def _check_readable(
-        self, slot: int, state: _Slot, fmt: GroupFormat, topology: Topology, sources: Sources
-    ) -> None:
-        if state.format is None or not (state.stored or state.writing):
+        def end() -> None:
+            with self._lock:
+                for _, state in found:
+                    state.reading.discard(token)
+
+        return end
+
+    def _check_readable(self, slot: int, state: _Slot, wanted: _Record, sources: Sources) -> None:
+        held = state.record
+        if held is None or not (state.stored or state.writing):
             raise PoolError(f"slot {slot} holds nothing; store to it before loading")
-        if state.format != fmt:
+        differences = list(held.format.differences(wanted.format))
+        if held.element and wanted.element and held.element != wanted.element:
+            differences.append(f"tensors: stored {held.element}, wanted {wanted.element}")
+        if differences:
             raise FormatMismatchError(
-                f"slot {slot} holds format {state.format.format_id}, this load wants "
-                f"{fmt.format_id}; they differ in",
-                state.format.differences(fmt),
+                f"slot {slot} holds format {held.format.format_id}, this load wants "
+                f"{wanted.format.format_id}; they differ in",
+                differences,
+            )
+        if wanted.key is not None and held.key != wanted.key:
+            raise PoolError(
+                f"slot {slot} holds record {shown(held.key)}, this load wants {shown(wanted.key)}"
             )
         if state.writing:
             raise PoolError(f"slot {slot} is being written; wait for the store before loading")
         # Ranks of the writing engine need only their own bytes; anyone else needs them all.
-        needed = sources(slot) if state.topology == topology else state.writers
+        needed = sources(slot) if held.topology == wanted.topology else state.writers
         missing = sorted(needed - state.stored)
         if missing:
-            shown = ", ".join(str(rank) for rank in missing[:8])
+            ranks = ", ".join(str(rank) for rank in missing[:8])
             raise PoolError(
-                f"slot {slot} is incomplete: rank(s) {shown} of the storing engine have not "
+                f"slot {slot} is incomplete: rank(s) {ranks} of the storing engine have not "
                 "stored their part"
             )
 
-    def end_load(self, slots: Iterable[int]) -> None:
-        """Undoes `begin_load`."""
-        with self._lock:
-            for slot in slots:
-                self._slots[slot].reading -= 1
+
+def _is_new(state: _Slot, record: _Record, rank: int) -> bool:
+    """Whether a rank's store begins another record than the one that the slot holds."""
+    return state.record != record or (record.key is None and rank in state.stored)
 
 
 def as_pool(host: HostPool | int | None) -> HostPool | None:
@@ -268,5 +348,5 @@ def as_pool(host: HostPool | int | None) -> HostPool | None:
     if host is None or isinstance(host, HostPool):
         return host
     if isinstance(host, bool) or not isinstance(host, int):
-        raise OptionError(f"host is a HostPool, a number of slots or None, not {host!r}")
+        raise OptionError(f"host is a HostPool, a number of slots or None, not {shown(host)}")
     return HostPool(host)

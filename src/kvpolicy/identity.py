@@ -6,9 +6,11 @@ and role.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -31,6 +33,10 @@ def digest(value: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_CHARS]
 
 
+def _frozen(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    return MappingProxyType(copy.deepcopy(dict(fields)))
+
+
 @attrs.frozen(kw_only=True)
 class GroupFormat:
     """What names the stored bytes of one group.
@@ -40,11 +46,11 @@ class GroupFormat:
         format_id: their digest.
     """
 
-    fields: Mapping[str, Any] = attrs.field(hash=False, repr=False)
+    fields: Mapping[str, Any] = attrs.field(eq=False, repr=False, converter=_frozen)
     format_id: str = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        object.__setattr__(self, "format_id", digest(self.fields))
+        object.__setattr__(self, "format_id", digest(dict(self.fields)))
 
     def differences(self, wanted: GroupFormat) -> tuple[str, ...]:
         """What differs, field by field: "field: stored X, wanted Y"; empty if nothing does."""

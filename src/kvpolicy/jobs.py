@@ -6,28 +6,41 @@ raises, and what it gets wrong, becomes a failed result that names the plugin.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from typing import cast
 
 import attrs
 import numpy as np
 
 from kvpolicy.errors import (
-    PLUGIN_FAULTS,
     NoTransferError,
     OptionError,
     UnknownJobError,
     shown,
+    spare,
     told,
 )
-from kvpolicy.plugins import PluginSet
+from kvpolicy.plugins import PluginInfo, PluginSet
 from kvpolicy.transfer import TransferHandle, TransferJob, TransferResult, failed
 
 _GLANCE_SECONDS = 0.05
+_NAP_SECONDS = 0.0002
 
-Release = Callable[[frozenset[int]], None]
-"""Settles a job's slots in the pool, given the destinations that failed."""
+
+@attrs.frozen(kw_only=True)
+class Claim:
+    """A job's hold on the pool's slots.
+
+    Attributes:
+        settle: ends it, given the destinations that failed; again does no harm.
+        undo: ends it as if the job had never been.
+    """
+
+    settle: Callable[[frozenset[int]], None]
+    undo: Callable[[], None]
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -39,43 +52,59 @@ class PendingJob:
         handle: the plugin's handle.
         plugin: its name, for messages.
         begun: `time.perf_counter` at submission.
-        release: called once with the destinations that failed.
+        claim: the slots that it holds.
+        process: who submitted it, by id.
     """
 
     job: TransferJob
     handle: TransferHandle
     plugin: str
     begun: float
-    release: Release
+    claim: Claim
+    process: int = attrs.field(factory=os.getpid, init=False)
 
     def finish(self) -> TransferResult | None:
         """The checked result, or None while the transfer runs; blocks no more than `done` does."""
+        if self.process != os.getpid():  # no thread of the parent lives on in a forked child
+            return self.failed("ran in the parent when this process was forked")
         try:
             if not self.handle.done():
                 return None
             return self._checked(self.handle.result())
-        except PLUGIN_FAULTS as error:
-            return self._failed(f"raised {told(error)}")
+        except BaseException as error:  # noqa: BLE001  see spare
+            spare(error)
+            return self.failed(f"raised {told(error)}")
 
-    def _failed(self, what: str) -> TransferResult:
+    def pause(self, seconds: float) -> None:
+        """Waits for the handle, about that long at most."""
+        try:
+            ended = self.handle.wait(seconds)
+        except BaseException as error:  # noqa: BLE001  finish turns it into a result
+            spare(error)
+            ended = False
+        if not ended:  # a handle that does not wait must not make the caller spin
+            time.sleep(min(seconds, _NAP_SECONDS))
+
+    def failed(self, what: str) -> TransferResult:
+        """The result of a job that its plugin has spoilt."""
         seconds = time.perf_counter() - self.begun
         return failed(self.job, f"plugin {self.plugin!r} {what}", seconds)
 
     def _checked(self, result: object) -> TransferResult:
         job = self.job
-        if not isinstance(result, TransferResult):
-            return self._failed(f"gave {shown(result)}, not a TransferResult")
+        if type(result) is not TransferResult:
+            return self.failed(f"gave {shown(result)}, not a TransferResult")
         if result.job_id != job.job_id:
-            return self._failed(f"gave the result of job {result.job_id} for job {job.job_id}")
+            return self.failed(f"gave the result of job {result.job_id} for job {job.job_id}")
         if result.ok and (result.bytes != job.bytes or result.failed_ids):
-            return self._failed(
+            return self.failed(
                 f"reports success with {result.bytes} of {job.bytes} B and "
                 f"{len(result.failed_ids)} failed ids"
             )
         if result.ok:
             return result
         if not _unfailed_bytes(job, result.failed_ids) <= result.bytes <= job.bytes:
-            return self._failed(
+            return self.failed(
                 f"reports {result.bytes} of {job.bytes} B and {len(result.failed_ids)} failed ids, "
                 f"which do not agree: {result.error or 'failed'}"
             )
@@ -111,13 +140,7 @@ class Jobs:
             self._next_id += 1
             return self._next_id - 1
 
-    def start(
-        self,
-        job: TransferJob,
-        plugins: PluginSet,
-        release: Release,
-        undo: Callable[[], None],
-    ) -> None:
+    def start(self, job: TransferJob, plugins: PluginSet, claim: Claim) -> None:
         """Offers a job to the transfer plugins, by priority; the first taker runs it.
 
         A plugin that raises, or answers with something else, has failed the job: it is not known
@@ -126,50 +149,46 @@ class Jobs:
         Args:
             job: what is to be copied.
             plugins: who is asked, in the caller's thread.
-            release: called once with the destinations that failed, when the job has ended.
-            undo: called instead if nobody takes it.
+            claim: settled when the job has ended, undone if nobody takes it.
 
         Raises:
             NoTransferError: nobody takes it.
         """
         begun = time.perf_counter()
+        everything = frozenset(job.destinations.tolist())
         if not job.bytes:
-            release(frozenset())
+            claim.settle(frozenset())
             self.finished(TransferResult(job_id=job.job_id, ok=True, bytes=0, seconds=0.0))
             return
         for plugin in plugins.having("transfer"):
             try:
                 handle = plugin.call("transfer", job=job)
-            except PLUGIN_FAULTS as error:
-                wrong = f"raised {told(error)}"
-            except BaseException:  # an interrupt: the job is given up, and its slots with it
-                release(frozenset(job.destinations.tolist()))
-                raise
-            else:
-                if handle is None:
-                    continue
-                if isinstance(handle, TransferHandle):
-                    self.add(
-                        PendingJob(
-                            job=job,
-                            handle=handle,
-                            plugin=plugin.info.name,
-                            begun=begun,
-                            release=release,
-                        )
-                    )
-                    return
-                wrong = f"answered {shown(handle)}, not a TransferHandle or None"
-            release(frozenset(job.destinations.tolist()))
-            seconds = time.perf_counter() - begun
-            self.finished(failed(job, f"plugin {plugin.info.described} {wrong}", seconds))
+            except BaseException as error:  # noqa: BLE001  see spare
+                claim.settle(everything)
+                spare(error)
+                self._spoilt(job, plugin.info, f"raised {told(error)}", begun)
+                return
+            if handle is None:
+                continue
+            if issubclass(type(handle), TransferHandle):
+                taken = cast(TransferHandle, handle)
+                name = plugin.info.name
+                self.add(PendingJob(job=job, handle=taken, plugin=name, begun=begun, claim=claim))
+                return
+            claim.settle(everything)
+            what = f"answered {shown(handle)}, not a TransferHandle or None"
+            self._spoilt(job, plugin.info, what, begun)
             return
-        undo()
+        claim.undo()
         asked = ", ".join(plugin.info.name for plugin in plugins.having("transfer"))
         raise NoTransferError(
             f"no transfer plugin takes a {job.direction} of tensors on {job.device!r}; asked: "
             f"{asked or 'none'}; install a plugin for that device"
         )
+
+    def _spoilt(self, job: TransferJob, info: PluginInfo, what: str, begun: float) -> None:
+        seconds = time.perf_counter() - begun
+        self.finished(failed(job, f"plugin {info.described} {what}", seconds))
 
     def add(self, pending: PendingJob) -> None:
         """A job that a plugin has taken."""
@@ -190,11 +209,13 @@ class Jobs:
             if result is None:
                 continue
             with self._lock:
-                if self._pending.pop(one.job.job_id, None) is None:
+                if one.job.job_id not in self._pending:
                     continue  # another thread was faster
-                # Before the result can be seen, so that who sees it finds the slots settled.
-                one.release(frozenset(result.failed_ids))
+                # In this order, so that an interrupt between any two loses nothing, and so that
+                # who sees the result finds the slots settled.
+                one.claim.settle(frozenset(result.failed_ids))
                 self._results[result.job_id] = result
+                del self._pending[one.job.job_id]
 
     def poll(self) -> list[TransferResult]:
         """What has finished and was not delivered yet, by job id; never blocks."""
@@ -213,8 +234,9 @@ class Jobs:
             UnknownJobError: an id that was never given, or whose result was delivered.
             OptionError: a timeout that is no number >= 0.
         """
-        if timeout is not None and not (isinstance(timeout, int | float) and timeout >= 0):
-            raise OptionError(f"a timeout is a number of seconds >= 0, not {timeout!r}")
+        number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+        if timeout is not None and not (number and 0 <= timeout < threading.TIMEOUT_MAX):
+            raise OptionError(f"a timeout is a number of seconds >= 0, not {shown(timeout)}")
         deadline = None if timeout is None else time.monotonic() + timeout
         wanted = self._wanted(job_ids)
         while True:
@@ -226,24 +248,22 @@ class Jobs:
                     done = [i for i in sorted(wanted) if i in self._results]
                     return [self._results.pop(job_id) for job_id in done]
             glance = _GLANCE_SECONDS if left is None else min(_GLANCE_SECONDS, left)
-            try:
-                running[0].handle.wait(glance)
-            except PLUGIN_FAULTS:  # collect turns a broken handle into a result
-                time.sleep(min(glance, 0.001))
+            running[0].pause(glance)
 
     def _wanted(self, job_ids: Iterable[int] | None) -> set[int]:
         with self._lock:
             known = {*self._pending, *self._results}
             if job_ids is None:
                 return known
-            wanted: set[int] = {job_ids} if isinstance(job_ids, int) else {*job_ids}
-            unknown = [job_id for job_id in wanted if job_id not in known]
+            asked = job_ids if isinstance(job_ids, Iterable) else [job_ids]
+            wanted = list(asked)
+            unknown = [one for one in wanted if type(one) is not int or one not in known]
         if unknown:
             raise UnknownJobError(
-                f"job {unknown[0]!r} is not pending here; its result was delivered, or no store or "
-                "load ever gave that id"
+                f"job {shown(unknown[0])} is not pending here; its result was delivered, or no "
+                "store or load ever gave that id"
             )
-        return wanted
+        return set(wanted)
 
     def drain(self) -> None:
         """Waits until nothing runs; results stay for delivery."""
@@ -253,7 +273,4 @@ class Jobs:
                 running = next(iter(self._pending.values()), None)
             if running is None:
                 return
-            try:
-                running.handle.wait(_GLANCE_SECONDS)
-            except PLUGIN_FAULTS:  # collect turns a broken handle into a result
-                time.sleep(0.001)
+            running.pause(_GLANCE_SECONDS)

@@ -13,7 +13,7 @@ import torch
 from kvpolicy.boxes import Box, Dim, box, compose, normal
 from kvpolicy.errors import RegistrationError
 from kvpolicy.records import GroupRecord
-from kvpolicy.registration import Registration
+from kvpolicy.registration import Registration, is_raw
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -29,6 +29,7 @@ class PlannedCopy:
         block_stride: bytes from one block to the next.
         box: memory -> row.
         layers: the layers that it copies.
+        element: the tensors' dtype, "" if they are opaque bytes.
     """
 
     storage: torch.Tensor = attrs.field(repr=False)
@@ -36,6 +37,7 @@ class PlannedCopy:
     block_stride: int
     box: Box
     layers: tuple[str, ...]
+    element: str = ""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -64,6 +66,27 @@ class TransferPlan:
         return sum(copy.box.bytes for copy in self.copies)
 
 
+def check_alive(plans: Sequence[TransferPlan]) -> None:
+    """Refuses a job whose engine has freed or resized what it registered.
+
+    Raises:
+        RegistrationError: names the first such layer.
+    """
+    for plan in plans:
+        for copy in plan.copies:
+            if copy.storage.untyped_storage().nbytes() != copy.storage.numel():
+                raise RegistrationError(
+                    f"the storage of layer {copy.layers[0]!r} was freed or resized after it was "
+                    "registered; make a new connector and register the new tensors"
+                )
+
+
+def elements(plans: Sequence[TransferPlan]) -> str:
+    """The dtype of a group's tensors, "" if they are opaque bytes or have several."""
+    found = {copy.element for plan in plans for copy in plan.copies}
+    return found.pop() if len(found) == 1 else ""
+
+
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     storage = tensor.untyped_storage()
     raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
@@ -78,7 +101,7 @@ def plan_group(
     Raises:
         RegistrationError: a registered page that cannot be joined with its certificate.
     """
-    storages: dict[int, torch.Tensor] = {}
+    storages: dict[tuple[int, int], torch.Tensor] = {}
     elected: dict[tuple[int, int], list[PlannedCopy]] = {}
     device = ""
     for name in record.group.layer_names:
@@ -90,13 +113,15 @@ def plan_group(
         if joined is None:  # refused at registration
             raise RegistrationError(f"the registered pages of {name!r} cannot be copied")
         device = str(pages.tensor.device)
-        key = pages.tensor.untyped_storage().data_ptr()
+        storage = pages.tensor.untyped_storage()
+        key = storage.data_ptr(), storage.nbytes()
         copy = PlannedCopy(
             storage=storages.setdefault(key, _bytes_of(pages.tensor)),
             offset=pages.page.offset,
             block_stride=pages.page.block_stride,
             box=joined,
             layers=(name,),
+            element="" if is_raw(pages.tensor) else str(pages.tensor.dtype).split(".")[-1],
         )
         elected.setdefault((part.num_writers, part.writer_index), []).append(copy)
     return tuple(

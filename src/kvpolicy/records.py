@@ -8,8 +8,7 @@ order: the dense pages of that rank's layers, in the model's order.
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import attrs
 
@@ -100,7 +99,7 @@ class GroupRecord:
     offsets: Mapping[str, int] = attrs.field(repr=False)
     stages: tuple[Stage, ...] = attrs.field(repr=False)
     topology: Topology
-    _elections: dict[tuple[int, int | None], frozenset[int]] = attrs.field(
+    _elections: dict[int | None, dict[int, list[set[int]]]] = attrs.field(
         factory=dict, init=False, repr=False, eq=False
     )
 
@@ -130,33 +129,32 @@ class GroupRecord:
         return self._elect(slot, rank)
 
     def _elect(self, slot: int, reader: int | None) -> frozenset[int]:
-        # Elections repeat with the writers of the layers, of which there are few.
-        writers = {c.mappings[0].num_writers for stage in self.stages for c in stage.proofs}
-        key = (slot % math.lcm(*writers), reader)
-        if key not in self._elections:
-            self._elections[key] = frozenset(self._elected_for(*key))
-        return self._elections[key]
-
-    def _elected_for(self, slot: int, reader: int | None) -> Iterable[int]:
-        size = self.topology.grid.stage_size
         if not self.canonical and reader is not None:
-            return [reader] if self.stages[reader // size].proofs else []
-        read = range(len(self.stages)) if reader is None else [reader // size]
-        return {
-            rank
-            for number in read
-            for proof in self.stages[number].proofs
-            for rank in range(number * size, (number + 1) * size)
-            if not self.canonical
-            or (
-                _elected(proof.mapping(rank), slot)
-                and (reader is None or proof.mapping(rank).box == proof.mapping(reader).box)
-            )
-        }
+            number = reader // self.topology.grid.stage_size
+            return frozenset({reader}) if self.stages[number].proofs else frozenset()
+        if reader not in self._elections:
+            self._elections[reader] = self._writers_by_residue(reader)
+        # Layers elect by their own number of writers, of which there are few.
+        return frozenset().union(
+            *(ranks[slot % count] for count, ranks in self._elections[reader].items())
+        )
 
-
-def _elected(mapping: PageMapping, slot: int) -> bool:
-    return slot % mapping.num_writers == mapping.writer_index
+    def _writers_by_residue(self, reader: int | None) -> dict[int, list[set[int]]]:
+        """Number of writers -> for each residue of a slot, who writes (what the reader reads)."""
+        size = self.topology.grid.stage_size
+        found: dict[int, list[set[int]]] = {}
+        numbers = range(len(self.stages)) if reader is None else [reader // size]
+        for number in numbers:
+            for proof in self.stages[number].proofs:
+                read = None if reader is None else proof.mapping(reader).box
+                for place, mapping in enumerate(proof.mappings):
+                    if read is not None and mapping.box != read:
+                        continue
+                    rank = number * size + place
+                    count = mapping.num_writers if self.canonical else 1
+                    ranks = found.setdefault(count, [set() for _ in range(count)])
+                    ranks[mapping.writer_index if self.canonical else 0].add(rank)
+        return found
 
 
 def group_records(

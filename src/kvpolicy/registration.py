@@ -85,24 +85,39 @@ def check_caches(context: PolicyContext, caches: KVCaches) -> Mapping[str, Refus
                 "layer-missing",
                 f"rank {context.rank} holds this layer and the engine gives no tensor for it",
             )
-        elif len(devices) > 1 or owner.device.type == "meta":
-            refusals[name] = Refusal(
-                "device-contradicts-registration",
-                f"tensors lie on {', '.join(sorted(devices))}; one rank's caches lie on one "
-                "device with memory",
-            )
         elif owner.layout is not torch.strided:
             refusals[name] = Refusal(
                 "stride-contradicts-layout",
                 f"the tensor is {owner.layout}; a cache is one strided tensor",
+            )
+        elif len(devices) > 1 or not _has_memory(owner):
+            refusals[name] = Refusal(
+                "device-contradicts-registration",
+                f"tensors lie on {', '.join(sorted(devices))}; one rank's caches lie on one "
+                "device with memory",
             )
         elif (refusal := _wrong_dtype(context, spec, owner)) is not None:
             refusals[name] = refusal
     return refusals
 
 
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements are plain bytes at an address."""
+    if tensor.device.type == "meta" or tensor.is_neg() or tensor.is_conj():
+        return False
+    try:
+        return bool(tensor.untyped_storage().data_ptr() or not tensor.numel())
+    except RuntimeError:  # a tensor that only pretends, such as those of a tracer
+        return False
+
+
+def is_raw(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements are opaque bytes."""
+    return tensor.dtype in _RAW_DTYPES
+
+
 def _wrong_dtype(context: PolicyContext, spec: LayerSpec, tensor: torch.Tensor) -> Refusal | None:
-    if tensor.dtype in _RAW_DTYPES or isinstance(spec, StateSpec):
+    if is_raw(tensor) or isinstance(spec, StateSpec):
         return None
     found = str(tensor.dtype).removeprefix("torch.")
     itemsize = getattr(spec, "itemsize", tensor.element_size())
@@ -140,7 +155,7 @@ def verify(
         pages = registration.pages.get(name)
         if pages is None:
             refusals[name] = Refusal("layer-missing", "a layer of this rank was not registered")
-        elif not isinstance(pages, LayerPages) or not _is_page(pages.page):
+        elif type(pages) is not LayerPages or not _is_page(pages.page):
             refusals[name] = Refusal(
                 "page-contradicts-spec",
                 f"registered as {type(pages).__name__}; possible: a LayerPages whose StridedPage "
@@ -158,13 +173,15 @@ def verify(
 
 def _is_page(page: object) -> bool:
     """Whether a plugin's page can be reckoned with at all; values are not checked at birth."""
-    if not isinstance(page, StridedPage) or not isinstance(page.box, Box):
+    # A subclass could answer otherwise when it is asked again.
+    if type(page) is not StridedPage or type(page.box) is not Box:
         return False
     dims = page.box.dims
-    if not isinstance(dims, tuple) or not all(isinstance(dim, Dim) for dim in dims):
+    if type(dims) is not tuple or not all(type(dim) is Dim for dim in dims):
         return False
     numbers = (page.offset, page.block_stride, page.box.size, page.box.from_offset)
-    return all(type(n) is int for n in (*numbers, page.box.to_offset, *itertools.chain(*dims)))
+    every = (*numbers, page.box.to_offset, *itertools.chain(*dims))
+    return all(type(n) is int for n in every)
 
 
 def _wrong_pages(
@@ -186,13 +203,6 @@ def _wrong_pages(
             "page-contradicts-spec",
             f"registered a page of {page.page_bytes} B; this rank's page has {expected} B",
         )
-    proof = boxes_tile([page.box], expected)
-    if isinstance(proof, Refusal):
-        return proof
-    if not proof:
-        return Refusal(
-            "page-contradicts-spec", f"the registered runs do not tile the page of {expected} B"
-        )
     low, high = _bounds(owner)
     negative = page.block_stride < 0 or any(d.from_stride < 0 for d in page.box.dims)
     first = page.offset + page.box.from_offset
@@ -202,9 +212,19 @@ def _wrong_pages(
             f"pages reach from byte {first:,} to {page.end(num_blocks):,} of the storage, whose "
             f"tensor holds {low:,} to {high:,}",
         )
+    whole = page.box.inverse().from_end == expected  # before NumPy reckons in 64 bits
+    proof = whole and boxes_tile([page.box], expected)
+    if isinstance(proof, Refusal):
+        return proof
+    if not proof:
+        return Refusal(
+            "page-contradicts-spec", f"the registered runs do not tile the page of {expected} B"
+        )
     if not page.is_disjoint(num_blocks):
         return Refusal("overlapping", "the registered pages of different blocks share bytes")
     own = read_layer(context, caches, name, spec)
+    if isinstance(own, Refusal) and not (is_raw(owner) and owner.dim() <= 2):
+        return own  # only of flat bytes may a plugin know what the core cannot read
     if isinstance(own, LayerPages) and not _same_bytes(own.page, page, num_blocks):
         return Refusal(
             "page-contradicts-spec",

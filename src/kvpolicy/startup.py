@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import attrs
@@ -14,12 +15,12 @@ from kvpolicy.certify import Certificate
 from kvpolicy.context import PolicyContext
 from kvpolicy.decision import CastVote, LayoutDecision, Vote, decide
 from kvpolicy.errors import (
-    PLUGIN_FAULTS,
     CertificationError,
     PolicyConflictError,
     Refusal,
     RegistrationError,
     shown,
+    spare,
     told,
 )
 from kvpolicy.explain import explain, explain_conflict
@@ -124,7 +125,9 @@ def start_up(context: PolicyContext, plugins: PluginSet) -> StartUp:
         decision=decision,
         proofs=proofs,
         records=records,
-        formats={n: identity.group_format(context, decision, r) for n, r in records.items()},
+        formats=MappingProxyType(
+            {n: identity.group_format(context, decision, r) for n, r in records.items()}
+        ),
         counts={n: fragments(context, decision, certificates, r) for n, r in records.items()},
     )
     if refusals:
@@ -143,12 +146,13 @@ def _votes(context: PolicyContext, plugins: PluginSet) -> tuple[list[CastVote], 
         info = plugin.info
         try:
             said = plugin.call("prefer_cross_layer_blocks", context=context)
-        except PLUGIN_FAULTS as error:
+        except BaseException as error:  # noqa: BLE001  see spare
+            spare(error)
             reason = f"raised an error when asked to vote: {told(error)}"
             plugins = plugins.without(info.name, reason)
             continue
         vote = Vote(said) if said is None or isinstance(said, bool) else said
-        if not isinstance(vote, Vote):
+        if type(vote) is not Vote:
             reason = f"voted {shown(said)}; possible: True, False, None or a Vote"
             plugins = plugins.without(info.name, reason)
             continue
@@ -220,10 +224,11 @@ def _answer(started: StartUp, plugin: Plugin, caches: KVCaches) -> Registration 
         raise started.refused(
             _blamed(plugin, f"refuses: {error.message}", error.refusals)
         ) from error
-    except PLUGIN_FAULTS as error:
+    except BaseException as error:
+        spare(error)
         what = f"raised {told(error)}"
         raise started.refused(_blamed(plugin, what, {})) from error
-    if answer is not None and not isinstance(answer, Registration):
+    if answer is not None and type(answer) is not Registration:
         raise started.refused(
             _blamed(plugin, f"answered {shown(answer)}, not a Registration or None", {})
         )

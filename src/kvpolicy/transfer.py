@@ -7,9 +7,10 @@ spans, which are the plan's boxes with one more dimension.
 from __future__ import annotations
 
 import abc
+import math
 import operator
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import attrs
@@ -18,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvpolicy.boxes import Dim, box
-from kvpolicy.errors import BlockIdError, OptionError
+from kvpolicy.errors import BlockIdError, OptionError, shown
 from kvpolicy.plan import TransferPlan
 
 Direction = Literal["store", "load"]
@@ -102,7 +103,7 @@ class TransferJob:
 
 
 def _wrong(name: str, possible: str, value: object) -> OptionError:
-    return OptionError(f"TransferResult.{name} is {possible}, not {value!r}")
+    return OptionError(f"TransferResult.{name} is {possible}, not {shown(value)}")
 
 
 def _whole(name: str, value: Any) -> int:
@@ -157,7 +158,8 @@ class TransferResult:
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.ok, bool):
             raise _wrong("ok", "True or False", self.ok)
-        if not (isinstance(self.seconds, int | float) and self.seconds >= 0):
+        number = isinstance(self.seconds, int | float) and not isinstance(self.seconds, bool)
+        if not (number and 0 <= self.seconds < math.inf):
             raise _wrong("seconds", "a number >= 0", self.seconds)
         if not isinstance(self.error, str):
             raise _wrong("error", "a sentence", self.error)
@@ -243,9 +245,31 @@ def check_ids(ids: Iterable[int], limit: int, what: str) -> BlockIds:
         raise BlockIdError(
             f"{what} id {found[outside][0]} is out of range; possible: 0 to {limit - 1}"
         )
-    copied = found.astype(np.int64)
-    copied.flags.writeable = False
-    return copied
+    return _sealed(found.astype(np.int64))
+
+
+def _sealed(ids: BlockIds) -> BlockIds:
+    """A copy that nobody can make writable: a plugin is handed these."""
+    return np.frombuffer(ids.tobytes(), dtype=np.int64)
+
+
+def pair_keys(keys: Iterable[Hashable], slots: BlockIds) -> dict[int, Hashable]:
+    """Slot -> the name of its record.
+
+    Raises:
+        BlockIdError: another number of keys than slots, keys that are None or not hashable, or
+            two keys for one slot.
+    """
+    found: dict[int, Hashable] = {}
+    named = list(keys)
+    if len(named) != len(slots):
+        raise BlockIdError(f"{len(named)} keys and {len(slots)} slots do not pair")
+    for slot, key in zip(slots.tolist(), named, strict=True):
+        if key is None or not isinstance(key, Hashable):
+            raise BlockIdError(f"a record's key is hashable and not None; found {shown(key)}")
+        if found.setdefault(slot, key) != key:
+            raise BlockIdError(f"slot {slot} is given two keys: {shown(found[slot])}, {shown(key)}")
+    return found
 
 
 def check_unique(ids: BlockIds, what: str) -> None:
@@ -278,8 +302,7 @@ def make_job(
             mine = rows % plan.num_writers == plan.writer_index
             blocks, rows = blocks[mine], rows[mine]
         if len(blocks):
-            blocks.flags.writeable = rows.flags.writeable = False
-            parts.append(TransferPart(plan=plan, block_ids=blocks, slots=rows))
+            parts.append(TransferPart(plan=plan, block_ids=_sealed(blocks), slots=_sealed(rows)))
     return TransferJob(
         job_id=job_id,
         direction=direction,

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from kvpolicy import __version__
 from kvpolicy.cli import explain, plugins, roundtrip
@@ -54,26 +55,43 @@ def _discard_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit status."""
-    # A closed stream is None; what is said there is said to nobody.
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: PTH123, SIM115  as Python itself does
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: PTH123, SIM115  as Python itself does
-    words = list(sys.argv[1:] if argv is None else argv)
-    out = Output(json="--json" in words)
+def _spell_out(stream: TextIO) -> None:
+    """What a stream's encoding cannot say is escaped: a name never stops the output."""
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
+
+
+def _run(words: Sequence[str], out: Output) -> int:
+    """Parses and runs one command; an error that has words is said in them."""
     try:
         args = _parser().parse_args(words)
-        status: int = args.run(args, out)
-        sys.stdout.flush()
+        # Standard output is the command's own; what a plugin prints goes beside the warnings.
+        with contextlib.redirect_stdout(sys.stderr):
+            status: int = args.run(args, out)
     except KVPolicyError as error:
         out.error(error)
         return error.exit_status
     except MemoryError:
         out.error(OptionError("not enough memory; lower --blocks or --block-size"))
         return 2
+    return status
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    # A closed stream is None; what is said there is said to nobody.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: PTH123, SIM115  as Python itself does
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: PTH123, SIM115  as Python itself does
+    for stream in (sys.stdout, sys.stderr):
+        _spell_out(stream)
+    words = list(sys.argv[1:] if argv is None else argv)
+    out = Output(json="--json" in words, stream=sys.stdout)
+    status = 0
+    try:
+        status = _run(words, out)
+        out.stream.flush()
     except BrokenPipeError:
         _discard_output()
-        return 0
     except OSError as error:
         out.error(OptionError(f"cannot write the output: {error}"))
         _discard_output()

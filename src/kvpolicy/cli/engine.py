@@ -6,7 +6,8 @@ derived from ownership, not from byte offsets.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -132,15 +133,20 @@ class SimulatedRank:
             order.reverse()
         return (spec.halves, *order, _row_bytes(spec))
 
+    def _block(self, name: str) -> tuple[int, ...]:
+        """The shape of one block in bytes: kernel blocks, then what each holds."""
+        spec = self.layers[name]
+        return (spec.block_size // spec.kernel_block_size, *self._page(name))
+
     def _view(self, name: str, raw: Bytes) -> None:
-        """Keeps (blocks, kernel blocks, halves, heads, tokens, row) of (rows, *page)."""
-        split = raw.reshape(self.context.geometry.num_blocks, -1, *raw.shape[1:])
+        """Keeps (blocks, kernel blocks, halves, heads, tokens, row) of one layer's bytes."""
+        split = raw.reshape(self.context.geometry.num_blocks, *self._block(name))
         self.views[name] = split if self.context.layout.heads_first else split.swapaxes(3, 4)
 
     def _tensors(self) -> KVCaches:
         tensors = {}
         for name, spec in self.layers.items():
-            rows = self.context.geometry.num_blocks * (spec.block_size // spec.kernel_block_size)
+            rows = self.context.geometry.num_blocks * self._block(name)[0]
             base = torch.empty((rows, *self._page(name)), dtype=torch.uint8)
             self._view(name, base.numpy())
             tensors[name] = self._as_engine(spec, base)
@@ -155,12 +161,12 @@ class SimulatedRank:
         return shaped.view(dtype) if shaped.shape[-1] % dtype.itemsize == 0 else shaped
 
     def _slab(self) -> KVCaches:
-        sizes = {name: int(np.prod(self._page(name))) for name in self.layers}
+        sizes = {name: math.prod(self._block(name)) for name in self.layers}
         num_blocks, block = self.context.geometry.num_blocks, sum(sizes.values())
         slab = torch.empty((num_blocks, block), dtype=torch.uint8)
         placements, at = {}, 0
         for name, page in sizes.items():
-            self._view(name, slab.numpy()[:, at : at + page].reshape(num_blocks, *self._page(name)))
+            self._view(name, slab.numpy()[:, at : at + page])
             placements[name] = SlabPlacement(offset=at, block_stride=block)
             at += page
         return KVCaches(slab=slab, placements=placements)
@@ -190,12 +196,12 @@ class SimulatedRank:
 
     def changed(self, name: str, block_ids: Sequence[int]) -> int:
         """Bytes outside those blocks that are no longer the sentinel."""
-        others = np.setdiff1d(np.arange(self.context.geometry.num_blocks), list(block_ids))
+        others = np.setdiff1d(np.arange(self.context.geometry.num_blocks), block_ids)
         return int(np.count_nonzero(self.views[name][others] != SENTINEL))
 
-    def groups(self) -> Iterator[tuple[str, Mapping[str, LayerSpec]]]:
-        """Group name -> the layers of it that this rank holds; groups without any left out."""
+    def groups(self, moved: Collection[str]) -> Iterator[tuple[str, Mapping[str, LayerSpec]]]:
+        """Of the groups that are moved, name -> the layers that this rank holds, where any."""
         for group in self.context.geometry.groups:
             held = {n: self.layers[n] for n in group.layer_names if n in self.layers}
-            if held:
+            if held and group.name in moved:
                 yield group.name, held

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,13 @@ _GRID = {
     "pcp": "prefill context parallel size",
     "cp-interleave": "tokens of a context-parallel chunk",
 }
+
+
+# How a message names a value that an option gave.
+_FIELD = re.compile(
+    rf"ParallelGrid\.({'|'.join(name.replace('-', '_') for name in _GRID)})\b"
+    r"|(?:Attention|Latent)Spec\.((?:kernel_)?block_size)\b"
+)
 
 
 def add_plugin_options(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +81,9 @@ def plugins_of(args: argparse.Namespace) -> PluginSet:
     for item in args.priority:
         priorities |= parse_priorities(item, "--priority")
     names = None if args.plugins is None else args.plugins.split(",")
-    return load_plugins(select(names=names, priorities=priorities, strict=args.strict or None))
+    return load_plugins(
+        select(names=names, priorities=priorities, strict=args.strict or None, source="--plugins")
+    )
 
 
 def _stages(text: str | None, option: str) -> tuple[int, ...] | None:
@@ -106,25 +116,50 @@ def _side(args: argparse.Namespace, loading: bool) -> dict[str, Any]:
     return values
 
 
+def _in_options(error: GeometryError, given: Mapping[str, Any], loading: bool) -> GeometryError:
+    """The error with options in place of the fields that they fill."""
+
+    def option(found: re.Match[str]) -> str:
+        field = found[1] or found[2]
+        load = loading and given.get(f"load_{field}") is not None
+        return f"--{'load-' if load else ''}{field.replace('_', '-')}"
+
+    text = _FIELD.sub(option, str(error))
+    if loading and "--load-" not in text:
+        text += (
+            " (the loading side, which has the storing side's values where no --load-tp, "
+            "--load-dcp ... is given)"
+        )
+    return GeometryError(text)
+
+
 def context_of(
     args: argparse.Namespace, config: Mapping[str, Any], num_blocks: int, *, loading: bool = False
 ) -> PolicyContext:
-    """The context that the options describe, for rank 0."""
-    side = _side(args, loading)
+    """The context that the options describe, for rank 0.
+
+    Raises:
+        KVPolicyError: what they describe cannot be; names the option.
+    """
+    try:
+        return _context(args, _side(args, loading), config, num_blocks, loading)
+    except GeometryError as error:
+        raise _in_options(error, vars(args), loading) from None
+
+
+def _context(
+    args: argparse.Namespace,
+    side: Mapping[str, Any],
+    config: Mapping[str, Any],
+    num_blocks: int,
+    loading: bool,
+) -> PolicyContext:
     stages = _stages(side["pp_layers"], "--load-pp-layers" if loading else "--pp-layers")
     grid = {name.replace("-", "_"): side[name.replace("-", "_")] for name in _GRID}
     if grid["pp"] is None and stages is not None:
         grid["pp"] = len(stages)
+    parallel = ParallelGrid(**{name: 1 if n is None else n for name, n in grid.items()})
     dtype = dtype_from_config(config, args.dtype)
-    try:
-        parallel = ParallelGrid(**{name: 1 if n is None else n for name, n in grid.items()})
-    except GeometryError as error:
-        if not loading:
-            raise
-        raise GeometryError(
-            f"{error} (the loading side, which has the storing side's values where no --load-tp, "
-            "--load-dcp ... is given)"
-        ) from None
     geometry = geometry_from_config(
         config,
         block_size=side["block_size"],

@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 import attrs
 from rich.console import Console
@@ -31,9 +31,12 @@ class Output:
 
     Attributes:
         json: one JSON object on standard output and nothing else there.
+        stream: standard output as the caller gave it; while a command runs, what others print
+            goes to standard error.
     """
 
     json: bool
+    stream: TextIO
 
     def show(self, value: Mapping[str, Any], people: Callable[[Console], None]) -> None:
         """Prints the JSON value, or calls ``people`` with a console."""
@@ -43,7 +46,9 @@ class Output:
             # Wide enough for names and ids to stay whole; a narrow terminal wraps by itself.
             people(
                 _Console(
-                    highlight=False, width=max(_PAGE_COLUMNS, shutil.get_terminal_size().columns)
+                    file=self.stream,
+                    highlight=False,
+                    width=max(_PAGE_COLUMNS, shutil.get_terminal_size().columns),
                 )
             )
 
@@ -64,8 +69,9 @@ class Output:
         print(f"kvpolicy: warning: {sentence}", file=sys.stderr)
 
     def _dump(self, value: Mapping[str, Any]) -> None:
-        json.dump(value, sys.stdout, indent=2, ensure_ascii=False)
-        sys.stdout.write("\n")
+        # ASCII, so that any text, lone surrogates too, passes any encoding.
+        json.dump(value, self.stream, indent=2, ensure_ascii=True)
+        self.stream.write("\n")
 
 
 def table(*columns: str, rows: Iterable[Sequence[object]], title: str = "") -> Table:

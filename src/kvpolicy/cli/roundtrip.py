@@ -13,7 +13,13 @@ from kvpolicy.cli.output import Output, size, table
 
 _EXAMPLE = """\
 example:
-  kvpolicy roundtrip qwen3-30b-a3b.json --tp 2 --load-tp 4 --canonical --blocks 64"""
+  kvpolicy roundtrip qwen3-30b-a3b.json --tp 2 --load-tp 4 --canonical --blocks 64
+
+A group is layers that share a block table; explain lists them. Recurrent state cannot change
+topology: with --group, the other groups of a hybrid model can."""
+
+_LEAST_SECONDS = 0.005
+"""What takes less says nothing of a speed."""
 
 
 def add_to(commands: Any) -> None:
@@ -29,6 +35,13 @@ def add_to(commands: Any) -> None:
     )
     add_model_options(parser)
     parser.add_argument("--blocks", type=int, default=16, metavar="N", help="blocks a group (16)")
+    parser.add_argument(
+        "--group",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="move this group alone; may be repeated (all groups)",
+    )
     add_load_options(parser)
     add_plugin_options(parser)
     parser.set_defaults(run=run)
@@ -47,6 +60,12 @@ def _gib_per_second(count: int, seconds: float) -> str:
     return f"{count / max(seconds, 1e-9) / 1e9:.2f} GB/s"
 
 
+def _share(ratio: float | None, seconds: float) -> str:
+    if ratio is None:
+        return "-"
+    return f"{ratio:.0%}" if seconds >= _LEAST_SECONDS else "too little to time"
+
+
 def people(report: dict[str, Any], console: Console) -> None:
     """Prints the report as tables."""
     good = report["verified"]
@@ -59,7 +78,7 @@ def people(report: dict[str, Any], console: Console) -> None:
             report[decision]["layout"],
             size(report[count]),
             _gib_per_second(report[count], report[seconds]),
-            "-" if report[ratio] is None else f"{report[ratio]:.0%}",
+            _share(report[ratio], report[seconds]),
         )
         for what, grid, decision, count, seconds, ratio in (
             ("stored", "grid", "decision", "bytes", "store_seconds", "store_ratio"),
@@ -69,7 +88,8 @@ def people(report: dict[str, Any], console: Console) -> None:
     console.print()
     console.print(table("", "grid", "layout", ">bytes", ">speed", ">of one large copy", rows=sides))
     console.print()
-    console.print(f"blocks             {report['blocks']} a group")
+    names = ", ".join(group["name"] for group in report["groups"])
+    console.print(escape(f"blocks             {report['blocks']} of each group ({names})"))
     console.print(f"record of a block  {size(report['record_bytes'])}")
     console.print(f"format id          {report['format_id']}")
     console.print(f"mismatched         {size(report['mismatched_bytes'])}")

@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -24,8 +24,9 @@ from kvpolicy.cli.options import context_of, engine_of, plugins_of
 from kvpolicy.cli.output import Output
 from kvpolicy.connector import Connector
 from kvpolicy.context import PolicyContext
-from kvpolicy.errors import FormatMismatchError, OptionError
+from kvpolicy.errors import FormatMismatchError, OptionError, close_names
 from kvpolicy.hostpool import HostPool
+from kvpolicy.identity import format_id
 from kvpolicy.models import load_config
 from kvpolicy.pages import page_shape
 from kvpolicy.plugins import PluginSet
@@ -68,19 +69,22 @@ def round_trip(args: argparse.Namespace, out: Output) -> dict[str, Any]:
     storing = context_of(args, config, num_blocks)
     loading = context_of(args, config, num_blocks, loading=True)
     plugins = plugins_of(args)
+    moved = _moved(args.group, storing)
     with Connector(storing, plugins) as one, Connector(loading, plugins) as other:
-        _check_formats(one, other)
+        _check_formats(one, other, moved)
         explained, record_bytes = one.explain(), one.record_bytes
         load_explained = other.explain()
-    slots = args.blocks * len(storing.geometry.groups)
+        name = format_id({group: one.formats[group] for group in moved})
+    groups = [group for group in explained["groups"] if group["name"] in moved]
+    slots = args.blocks * len(moved)
     _check_memory(record_bytes * slots, storing, loading)
     pool = HostPool(slots, record_bytes)
     pool.rows.fill_(0)  # touched once, so that the first store does not pay for the pages
     with _progress(out, storing.grid.size + loading.grid.size) as step:
-        stored = _store(storing, plugins, pool, args.blocks, step)
+        stored = _store(storing, plugins, pool, moved, args.blocks, step)
         # What was not stored cannot be loaded: the report says which stores failed.
         whole = not stored.errors
-        loaded = _load(loading, plugins, pool, args.blocks, step) if whole else _Side()
+        loaded = _load(loading, plugins, pool, moved, args.blocks, step) if whole else _Side()
     verified = not (stored.errors or loaded.errors or loaded.mismatched or loaded.changed)
     return {
         "verified": verified,
@@ -93,10 +97,14 @@ def round_trip(args: argparse.Namespace, out: Output) -> dict[str, Any]:
         "load_seconds": loaded.seconds,
         "store_ratio": _ratio(stored),
         "load_ratio": _ratio(loaded),
-        "record_bytes": explained["record_bytes"],
+        "groups": [
+            {key: group[key] for key in ("name", "record_bytes", "portable", "format_id")}
+            for group in groups
+        ],
+        "record_bytes": max(group["record_bytes"] for group in groups),
         "decision": explained["decision"],
         "load_decision": load_explained["decision"],
-        "format_id": explained["format_id"],
+        "format_id": name,
         "grid": explained["grid"],
         "load_grid": load_explained["grid"],
         "errors": [*stored.errors, *loaded.errors],
@@ -119,9 +127,21 @@ def _progress(out: Output, ranks: int) -> Iterator[Callable[[str], None]]:
         yield step
 
 
-def _check_formats(one: Connector, other: Connector) -> None:
+def _moved(wanted: Sequence[str], context: PolicyContext) -> tuple[str, ...]:
+    """The groups that are moved, in the model's order: those asked for, else all."""
+    names = [group.name for group in context.geometry.groups]
+    for name in wanted:
+        if name not in names:
+            raise OptionError(
+                f"--group: the model has no group {name!r}; {close_names(name, names)}"
+            )
+    return tuple(name for name in names if name in wanted or not wanted)
+
+
+def _check_formats(one: Connector, other: Connector, moved: Collection[str]) -> None:
     """Refuses before any byte moves, with the fields that differ and what may be done."""
-    for name, stored in one.formats.items():
+    for name in moved:
+        stored = one.formats[name]
         wanted = other.formats.get(name)
         differences = stored.differences(wanted) if wanted else (f"group {name!r}: not loaded",)
         if not differences:
@@ -137,7 +157,11 @@ def _check_formats(one: Connector, other: Connector) -> None:
         elif wanted is not None and stored.fields["order"] != wanted.fields["order"]:
             advice = "; give both sides one --canonical-order, HND or NHD"
         elif "tp" in stored.fields:
+            portable = [n for n in moved if "tp" not in one.formats[n].fields]
             advice = "; recurrent state is kept per rank and cannot change topology"
+            if portable:
+                options = " ".join(f"--group {n}" for n in portable)
+                advice += f", and {options} leaves it out"
         raise FormatMismatchError(
             f"group {name!r} is stored as format {stored.format_id} and would be loaded as "
             f"{wanted.format_id if wanted else 'none'}{advice}; they differ in",
@@ -197,14 +221,15 @@ def _store(
     context: PolicyContext,
     plugins: PluginSet,
     pool: HostPool,
+    moved: Sequence[str],
     blocks: int,
     step: Callable[[str], None],
 ) -> _Side:
     side = _Side()
     for engine, connector in _ranks(context, plugins, pool):
         rank = engine.context.rank
-        slots = _slots_of(blocks, connector.formats)
-        for group, layers in engine.groups():
+        slots = _slots_of(blocks, moved)
+        for group, layers in engine.groups(moved):
             block_ids = _block_ids(context, rank, blocks)
             for name in layers:
                 engine.fill(name, block_ids, range(blocks))
@@ -217,19 +242,23 @@ def _load(
     context: PolicyContext,
     plugins: PluginSet,
     pool: HostPool,
+    moved: Sequence[str],
     blocks: int,
     step: Callable[[str], None],
 ) -> _Side:
     side = _Side()
     for engine, connector in _ranks(context, plugins, pool):
         rank = engine.context.rank
-        slots = _slots_of(blocks, connector.formats)
-        for group, layers in engine.groups():
+        slots = _slots_of(blocks, moved)
+        untouched = {*engine.layers}
+        for group, layers in engine.groups(moved):
             block_ids = _block_ids(context, rank + context.grid.size, blocks)
             side.wait(connector, connector.load(slots[group], block_ids, group), "load", rank)
             for name in layers:
                 side.mismatched += engine.mismatches(name, block_ids, range(blocks))
                 side.changed += engine.changed(name, block_ids)
+                untouched.discard(name)
+        side.changed += sum(engine.changed(name, ()) for name in untouched)
         step(f"loaded rank {rank + 1} of {context.grid.size}")
     return side
 

@@ -38,7 +38,6 @@ def model_dtype(found: list[Keys]) -> str | None:
         ConfigError: a value that is no dtype, or two spellings of the key that disagree.
     """
     for keys in reversed(found):
-        _check_not_quantised(keys)
         names = {key: name for key in _KEYS if (name := named(keys, key)) is not None}
         if len(set(names.values())) > 1:
             raise keys.error(
@@ -49,15 +48,17 @@ def model_dtype(found: list[Keys]) -> str | None:
     return None
 
 
-def _check_not_quantised(keys: Keys) -> None:
+def _check_not_quantised(found: list[Keys]) -> None:
     """Refuses a checkpoint that says its KV cache is quantised, in ways that engines differ on."""
-    for section in ("quantization_config", "compression_config"):
-        quantised = keys.section(section)
-        for key in ("kv_cache_scheme", "kv_cache_quant_algo"):
-            if quantised is not None and quantised.get(key) is not None:
-                raise quantised.error(
-                    key, "so the cache is quantised; pass the cache's own type, as in --dtype fp8"
-                )
+    for keys in reversed(found):
+        for section in ("quantization_config", "compression_config"):
+            quantised = keys.section(section)
+            for key in ("kv_cache_scheme", "kv_cache_quant_algo"):
+                if quantised is not None and quantised.get(key) is not None:
+                    raise quantised.error(
+                        key,
+                        "so the cache is quantised; pass the cache's own type, as in --dtype fp8",
+                    )
 
 
 def asked(dtype: str | None) -> str | None:
@@ -87,11 +88,15 @@ def dtype_from_config(mapping: Mapping[str, Any], dtype: str | None = None) -> s
             the config. None and "auto" leave it to the config's ``dtype`` or ``torch_dtype``.
 
     Raises:
-        ConfigError: the config gives no dtype, "auto", or one that no cache can have.
+        ConfigError: the config gives no dtype, "auto", or one that no cache can have; or its
+            ``quantization_config`` says that the cache is quantised.
         OptionError: ``dtype`` is no dtype.
     """
     found = levels(mapping)
-    name = asked(dtype) or model_dtype(found)
+    name = asked(dtype)
+    if name is None:
+        _check_not_quantised(found)
+        name = model_dtype(found)
     if name is None:
         key = f"{found[-1].path}dtype"
         raise ConfigError(

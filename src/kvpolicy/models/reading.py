@@ -22,7 +22,8 @@ def load_config(path: str | Path) -> dict[str, Any]:
 
     Raises:
         ConfigError: no such file, a directory, unreadable, too large, not UTF-8, not JSON (cut
-            off, too deep), or JSON that is not an object. ``key`` is "".
+            off, too deep), or JSON that is not an object: ``key`` is "". Or an object that has one
+            key twice: ``key`` is that one.
     """
     try:
         with Path(path).open("rb") as file:
@@ -43,7 +44,10 @@ def load_config(path: str | Path) -> dict[str, Any]:
     if not data.strip():
         raise ConfigError(f"{path} is empty; give a model's config.json")
     try:
-        found = json.loads(data.decode("utf-8-sig"))
+        found = json.loads(data.decode("utf-8-sig"), object_pairs_hook=_once)
+    except _Repeated as repeated:
+        key = str(repeated)
+        raise ConfigError(f"{path} has the key {key!r} twice; drop one of them", key=key) from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text (byte {error.start:,})") from None
     except RecursionError:
@@ -52,6 +56,19 @@ def load_config(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not whole JSON: {error}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{path} holds a JSON {_kind(found)}; a config.json is an object")
+    return found
+
+
+class _Repeated(Exception):
+    """A key that an object has twice."""
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise _Repeated(key)
+        found[key] = value
     return found
 
 

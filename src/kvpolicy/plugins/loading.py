@@ -11,9 +11,9 @@ import pluggy
 
 import kvpolicy.hooks as specifications
 from kvpolicy.errors import (
-    PLUGIN_FAULTS,
     close_names,
     shown,
+    spare,
     told,
 )
 from kvpolicy.hooks import API_VERSION, HOOKS, PROJECT
@@ -140,7 +140,8 @@ def _load(candidate: Candidate, priority: int | None) -> Plugin | PluginInfo:
         plugin = candidate.load()
     except Fault as fault:
         return candidate.info(status="failed", reason=str(fault), **placed)
-    except PLUGIN_FAULTS as error:
+    except BaseException as error:  # noqa: BLE001  see spare
+        spare(error)
         reason = f"cannot be imported: {told(error)}"
         return candidate.info(status="failed", reason=reason, **placed)
     try:
@@ -148,7 +149,8 @@ def _load(candidate: Candidate, priority: int | None) -> Plugin | PluginInfo:
         placed.setdefault("priority", _own_priority(plugin))
     except Fault as fault:
         return candidate.info(status="failed", reason=str(fault), **placed)
-    except PLUGIN_FAULTS as error:
+    except BaseException as error:  # noqa: BLE001  see spare
+        spare(error)
         return candidate.info(
             status="failed", reason=f"fails its rehearsal: {told(error)}", **placed
         )

@@ -101,10 +101,12 @@ def select(
     priorities: Mapping[str, int] | str | None = None,
     strict: bool | None = None,
     environ: Mapping[str, str] | None = None,
+    source: str = "the plugins argument",
 ) -> Selection:
     """Merges the sources, highest first: arguments, ``options["kvpolicy"]``, environment.
 
-    A higher source's list of names replaces the whole list; priorities merge per name.
+    A higher source's list of names replaces the whole list; priorities merge per name. Messages
+    call the source of ``names`` what ``source`` says.
 
     Raises:
         OptionError: a value that cannot be, or an unknown key in ``options["kvpolicy"]``.
@@ -120,14 +122,14 @@ def select(
                 f"options[{PROJECT_OPTION!r}] has no key {key!r}; "
                 f"{close_names(str(key), _OPTION_KEYS)}"
             )
-    chosen, source = None, ""
+    chosen, said = None, ""
     for value, where in (
-        (names, "the plugins argument"),
+        (names, source),
         (own.get("plugins"), f"options[{PROJECT_OPTION!r}]['plugins']"),
         (environ.get(PLUGINS_VARIABLE), PLUGINS_VARIABLE),
     ):
         if value is not None:
-            chosen, source = _parse_names(value, where), where
+            chosen, said = _parse_names(value, where), where
             break
     merged: dict[str, int] = {}
     for value, where in (
@@ -145,8 +147,8 @@ def select(
         if value is not None:
             return Selection(
                 names=chosen,
-                source=source,
+                source=said,
                 priorities=merged,
                 strict=_parse_strict(value, where),
             )
-    return Selection(names=chosen, source=source, priorities=merged)
+    return Selection(names=chosen, source=said, priorities=merged)
