@@ -240,12 +240,15 @@ def test_explain_for_people_says_what_a_layer_holds_and_what_the_cache_is(kvpoli
     rows = [line.split() for line in out.splitlines()]
     (sliding,) = [row for row in rows if row[2:3] == ["sliding"]]
     assert sliding[0] == "model.layers.0-4,6-10,12-16,...,60-61.self_attn.attn"
-    assert sliding[1:8] == ["52", "sliding", "16", "KV", "heads", "x", "128"]
-    assert "canonical page" not in out
+    page = f"{16 * 32 * 2 * 128 * 2:,}"
+    assert " ".join(sliding[1:]) == f"52 sliding 16 KV heads x 128 {page} B 1"
     assert "cache        bfloat16, blocks of 32 tokens, packed K/V" in out
     _, out, _ = kvpolicy("explain", MODELS / "deepseek-v3.json", "--canonical")
-    assert "latent rows of 1,152 B" in out
-    assert "canonical page" in out
+    words = [" ".join(line.split()) for line in out.splitlines()]
+    page = f"{16 * 1152:,} B"
+    layers = "model.layers.0-60.self_attn.attn 61 latent latent rows of 1,152 B"
+    assert f"{layers} {page} {page} 1" in words
+    assert any(line.startswith(f"latent {61 * 16 * 1152:,} B 61 yes ") for line in words)
 
 
 def test_explain_tells_a_layer_s_group_and_spec(told):

@@ -40,8 +40,8 @@ HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
 NAV = re.compile(r"^ +- [^:\n]+: (\S+\.md)$", re.MULTILINE)
 TARGET = re.compile(r"^([a-z][a-z-]*):", re.MULTILINE)
 ASSIGNMENT = re.compile(r"[A-Z_]+=.*", re.DOTALL)
-# The speed of a machine, and its share of one large copy: "5.55 GB/s               0.37".
-TIMING = re.compile(r"[\d.]+ GB/s +[\d.]+$", re.MULTILINE)
+# The speed of a machine, and its share of one large copy: "5.55 GB/s                37%".
+TIMING = re.compile(r"[\d.]+ GB/s +(?:\d+%|too little to time)$", re.MULTILINE)
 
 
 def named(page: Path) -> str:

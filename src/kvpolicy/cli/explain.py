@@ -124,11 +124,12 @@ def people(explained: Mapping[str, Any], console: Console) -> None:
             group["name"],
             size(group["record_bytes"]),
             group["fragments_per_block"],
+            "yes" if group["portable"] else "no",
             group["format_id"],
         )
         for group in explained["groups"]
     ]
-    columns = ("group", ">record of a block, all ranks", ">fragments", "format id")
+    columns = ("group", ">record of a block, all ranks", ">fragments", "portable", "format id")
     console.print(table(*columns, rows=groups))
     console.print()
     for name, value in _facts(explained):
@@ -136,22 +137,21 @@ def people(explained: Mapping[str, Any], console: Console) -> None:
 
 
 def _layers(explained: Mapping[str, Any]) -> Table:
-    """The layers, equal ones together; what canonical means only where it is requested."""
+    """The layers, equal ones together; canonical pages only where they are requested."""
     canonical = explained["canonical"]
     alike: dict[tuple[Any, ...], list[str]] = {}
     for layer in explained["layers"]:
         row = [layer["group"], _holds(layer["spec"]), size(layer["local_page_bytes"])]
         if canonical:
-            row += [size(layer["canonical_page_bytes"]), "yes" if layer["portable"] else "no"]
+            row.append(size(layer["canonical_page_bytes"]))
         alike.setdefault((*row, layer["fragments_per_block"]), []).append(layer["name"])
-    shown = ("canonical page", "portable") if canonical else ()
     return table(
         "layers",
         ">",
         "group",
         "holds",
-        ">page on a rank",
-        *(f">{name}" for name in shown),
+        ">page on\na rank",
+        *([">canonical\npage"] if canonical else []),
         ">fragments",
         rows=[(span_of(names), len(names), *row) for row, names in alike.items()],
     )

@@ -75,13 +75,23 @@ class Output:
 
 
 def table(*columns: str, rows: Iterable[Sequence[object]], title: str = "") -> Table:
-    """A plain table; columns that begin with ">" are numbers, set to the right."""
+    """A plain table; columns that begin with ">" are numbers, set to the right.
+
+    The first column names what a row is about, and stays whole where that leaves room for others.
+    """
     made = Table(title=title or None, title_justify="left", title_style="bold", box=None)
-    for column in columns:
+    cells = [[str(cell) for cell in row] for row in rows]
+    longest = max((len(row[0]) for row in cells), default=0)
+    for i, column in enumerate(columns):
         number = column.startswith(">")
-        made.add_column(column.lstrip(">"), justify="right" if number else "left", overflow="fold")
-    for row in rows:
-        made.add_row(*(escape(str(cell)) for cell in row))
+        made.add_column(
+            column.lstrip(">"),
+            justify="right" if number else "left",
+            overflow="fold",
+            no_wrap=i == 0 and longest <= _PAGE_COLUMNS // 2,
+        )
+    for row in cells:
+        made.add_row(*(escape(cell) for cell in row))
     return made
 
 
