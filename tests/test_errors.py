@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import kvpolicy
 from kvpolicy import errors
-from kvpolicy.errors import REFUSAL_CODES, KVPolicyError, OptionError, Refusal, close_names
+from kvpolicy.errors import REFUSAL_CODES, KVPolicyError, OptionError, Refusal
+from kvpolicy.words import close_names
 
 TREE = {
     # name: (kvpolicy parent, built-in parent, code, exit status)

@@ -16,6 +16,7 @@ PACKAGE = Path(kvpolicy.__file__).parent
 # A room imports only from the rooms before it. __init__.py, which has the public names and nothing
 # else, and imports for type checkers are exempt.
 ROOMS = (
+    "words",
     "errors",
     "dtypes",
     "layout",

@@ -14,10 +14,11 @@ import torch
 
 from kvpolicy.canonical import local_heads
 from kvpolicy.context import PolicyContext
-from kvpolicy.errors import OptionError, Refusal, shown
+from kvpolicy.errors import OptionError, Refusal
 from kvpolicy.pages import PageShape, StridedPage, page_shape
 from kvpolicy.specs import MAX_SIZE, LayerSpec
 from kvpolicy.strides import TensorFacts, page_of_tensor
+from kvpolicy.words import shown
 
 
 @attrs.frozen(kw_only=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,16 +17,10 @@ import torch
 from kvpolicy.caches import KVCaches, as_caches
 from kvpolicy.context import PolicyContext
 from kvpolicy.decision import LayoutDecision
-from kvpolicy.errors import (
-    BlockIdError,
-    ClosedError,
-    OptionError,
-    close_names,
-    shown,
-)
-from kvpolicy.hostpool import HostPool, Keys, as_pool
+from kvpolicy.errors import BlockIdError, ClosedError, OptionError
+from kvpolicy.hostpool import HostPool, as_pool
 from kvpolicy.identity import GroupFormat
-from kvpolicy.jobs import Claim, Jobs
+from kvpolicy.jobs import Jobs, claim_slots
 from kvpolicy.plan import TransferPlan, check_alive, elements, plan_group
 from kvpolicy.plugins import PluginSet, load_plugins, plugin_names, select
 from kvpolicy.records import GroupRecord
@@ -35,13 +28,13 @@ from kvpolicy.registration import Registration
 from kvpolicy.startup import register_layers, start_up
 from kvpolicy.transfer import (
     Direction,
-    TransferJob,
     TransferResult,
     check_ids,
     check_unique,
     make_job,
     pair_keys,
 )
+from kvpolicy.words import close_names, shown
 
 
 class Connector:
@@ -359,22 +352,9 @@ class Connector:
             plans = self._plans[record.group.name]
             check_alive(plans)
             job = make_job(self._jobs.new_id(), direction, plans, blocks, rows)
-            self._jobs.start(job, self.plugins, self._claim(self._pool, record, job, named))
+            fmt = self._started.formats[record.group.name]
+            claim = claim_slots(
+                self._pool, job, record, fmt, self.context.rank, elements(plans), named
+            )
+            self._jobs.start(job, self.plugins, claim)
             return job.job_id
-
-    def _claim(
-        self, pool: HostPool, record: GroupRecord, job: TransferJob, keys: Keys | None
-    ) -> Claim:
-        """Marks the job's slots in the pool; says how to unmark them."""
-        rank = self.context.rank
-        what = self._started.formats[record.group.name], record.topology
-        slots = tuple(dict.fromkeys(job.slots.tolist()))
-        element = elements(self._plans[record.group.name])
-        if pool.is_busy(slots):
-            pool.collect()
-        if job.direction == "store":
-            undo = pool.begin_store(slots, *what, rank, record.writers, keys=keys, element=element)
-            return Claim(settle=lambda lost: pool.end_store(slots, rank, lost), undo=undo)
-        sources = partial(record.sources, rank)
-        end = pool.begin_load(slots, *what, sources, keys=keys, element=element)
-        return Claim(settle=lambda _lost: end(), undo=end)

@@ -8,8 +8,9 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.errors import GeometryError, shown
+from kvpolicy.errors import GeometryError
 from kvpolicy.specs import SPEC_TYPES, LayerSpec, StateSpec, int_between, seeing_self
+from kvpolicy.words import shown
 
 MAX_LAYERS = 4_096
 

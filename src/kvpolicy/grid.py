@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import attrs
 
-from kvpolicy.errors import GeometryError, Refusal, shown
+from kvpolicy.errors import GeometryError, Refusal
 from kvpolicy.specs import int_between
+from kvpolicy.words import shown
 
 MAX_RANKS = 4_096
 _degree = int_between(1, MAX_RANKS)

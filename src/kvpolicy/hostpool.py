@@ -16,9 +16,10 @@ import attrs
 import numpy as np
 import torch
 
-from kvpolicy.errors import FormatMismatchError, OptionError, PoolError, shown
+from kvpolicy.errors import FormatMismatchError, OptionError, PoolError
 from kvpolicy.identity import GroupFormat
 from kvpolicy.records import Topology
+from kvpolicy.words import shown
 
 MAX_POOL_BYTES = 2**44
 Collect = Callable[[], None]

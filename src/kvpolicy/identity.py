@@ -17,10 +17,10 @@ import attrs
 
 from kvpolicy.context import PolicyContext
 from kvpolicy.decision import LayoutDecision
-from kvpolicy.errors import span_of
 from kvpolicy.grid import ParallelGrid
 from kvpolicy.records import GroupRecord
 from kvpolicy.specs import AttentionSpec, LatentSpec, LayerSpec
+from kvpolicy.words import span_of
 
 FORMAT_VERSION = 1
 _DIGEST_CHARS = 32

@@ -10,21 +10,19 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import cast
 
 import attrs
 import numpy as np
 
-from kvpolicy.errors import (
-    NoTransferError,
-    OptionError,
-    UnknownJobError,
-    shown,
-    spare,
-    told,
-)
+from kvpolicy.errors import NoTransferError, OptionError, UnknownJobError
+from kvpolicy.hostpool import HostPool, Keys
+from kvpolicy.identity import GroupFormat
 from kvpolicy.plugins import PluginInfo, PluginSet
+from kvpolicy.records import GroupRecord
 from kvpolicy.transfer import TransferHandle, TransferJob, TransferResult, failed
+from kvpolicy.words import shown, spare, told
 
 _GLANCE_SECONDS = 0.05
 _NAP_SECONDS = 0.0002
@@ -41,6 +39,32 @@ class Claim:
 
     settle: Callable[[frozenset[int]], None]
     undo: Callable[[], None]
+
+
+def claim_slots(
+    pool: HostPool,
+    job: TransferJob,
+    record: GroupRecord,
+    fmt: GroupFormat,
+    rank: int,
+    element: str,
+    keys: Keys | None,
+) -> Claim:
+    """Marks a job's slots in the pool; says how to unmark them.
+
+    Raises:
+        FormatMismatchError, PoolError: as `HostPool.begin_store` and `begin_load` say.
+    """
+    slots = tuple(dict.fromkeys(job.slots.tolist()))
+    what = fmt, record.topology
+    if pool.is_busy(slots):
+        pool.collect()
+    if job.direction == "store":
+        undo = pool.begin_store(slots, *what, rank, record.writers, keys=keys, element=element)
+        return Claim(settle=lambda lost: pool.end_store(slots, rank, lost), undo=undo)
+    sources = partial(record.sources, rank)
+    end = pool.begin_load(slots, *what, sources, keys=keys, element=element)
+    return Claim(settle=lambda _lost: end(), undo=end)
 
 
 @attrs.frozen(kw_only=True, eq=False)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import enum
 
-from kvpolicy.errors import LayoutError, close_names
+from kvpolicy.errors import LayoutError
+from kvpolicy.words import close_names
 
 _ALIASES = {"HND": "LBHNC", "NHD": "LBNHC"}
 

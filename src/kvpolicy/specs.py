@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Literal
 
 import attrs
 
-from kvpolicy.errors import GeometryError, shown
+from kvpolicy.errors import GeometryError
+from kvpolicy.words import shown
 
 MAX_BLOCK_TOKENS = 65_536
 MAX_SIZE = 2**40

@@ -14,15 +14,7 @@ from kvpolicy.caches import KVCaches
 from kvpolicy.certify import Certificate
 from kvpolicy.context import PolicyContext
 from kvpolicy.decision import CastVote, LayoutDecision, Vote, decide
-from kvpolicy.errors import (
-    CertificationError,
-    PolicyConflictError,
-    Refusal,
-    RegistrationError,
-    shown,
-    spare,
-    told,
-)
+from kvpolicy.errors import CertificationError, PolicyConflictError, Refusal, RegistrationError
 from kvpolicy.explain import explain, explain_conflict
 from kvpolicy.identity import GroupFormat
 from kvpolicy.plugins import Plugin, PluginSet
@@ -35,6 +27,7 @@ from kvpolicy.records import (
     prove_layers,
 )
 from kvpolicy.registration import Registration, check_caches, verify
+from kvpolicy.words import shown, spare, told
 
 _Refused = TypeVar("_Refused", CertificationError, RegistrationError)
 

@@ -19,8 +19,9 @@ import torch
 from numpy.typing import NDArray
 
 from kvpolicy.boxes import Dim, box
-from kvpolicy.errors import BlockIdError, OptionError, shown
+from kvpolicy.errors import BlockIdError, OptionError
 from kvpolicy.plan import TransferPlan
+from kvpolicy.words import shown
 
 Direction = Literal["store", "load"]
 BlockIds = NDArray[np.int64]

@@ -19,8 +19,8 @@ from kvpolicy.cli.options import (
     plugins_of,
 )
 from kvpolicy.cli.output import Output, size, table
-from kvpolicy.errors import span_of
 from kvpolicy.models import load_config
+from kvpolicy.words import span_of
 
 _EXAMPLE = """\
 example:

@@ -24,12 +24,14 @@ from kvpolicy.cli.options import context_of, engine_of, plugins_of
 from kvpolicy.cli.output import Output
 from kvpolicy.connector import Connector
 from kvpolicy.context import PolicyContext
-from kvpolicy.errors import FormatMismatchError, OptionError, close_names
+from kvpolicy.errors import FormatMismatchError, OptionError
 from kvpolicy.hostpool import HostPool
 from kvpolicy.identity import format_id
 from kvpolicy.models import load_config
 from kvpolicy.pages import page_shape
 from kvpolicy.plugins import PluginSet
+from kvpolicy.transfer import Direction
+from kvpolicy.words import close_names
 
 _MAX_BLOCKS = 1_000_000
 _REFERENCE_BYTES = 2**28
@@ -81,10 +83,12 @@ def round_trip(args: argparse.Namespace, out: Output) -> dict[str, Any]:
     pool = HostPool(slots, record_bytes)
     pool.rows.fill_(0)  # touched once, so that the first store does not pay for the pages
     with _progress(out, storing.grid.size + loading.grid.size) as step:
-        stored = _store(storing, plugins, pool, moved, args.blocks, step)
+        stored = _move("store", storing, plugins, pool, moved, args.blocks, step)
         # What was not stored cannot be loaded: the report says which stores failed.
         whole = not stored.errors
-        loaded = _load(loading, plugins, pool, moved, args.blocks, step) if whole else _Side()
+        loaded = (
+            _move("load", loading, plugins, pool, moved, args.blocks, step) if whole else _Side()
+        )
     verified = not (stored.errors or loaded.errors or loaded.mismatched or loaded.changed)
     return {
         "verified": verified,
@@ -217,7 +221,8 @@ def _ranks(
             yield engine, connector
 
 
-def _store(
+def _move(
+    direction: Direction,
     context: PolicyContext,
     plugins: PluginSet,
     pool: HostPool,
@@ -225,41 +230,30 @@ def _store(
     blocks: int,
     step: Callable[[str], None],
 ) -> _Side:
+    """Stores the logical blocks on every rank, or loads them and compares every byte."""
     side = _Side()
+    storing = direction == "store"
+    slots = _slots_of(blocks, moved)
     for engine, connector in _ranks(context, plugins, pool):
         rank = engine.context.rank
-        slots = _slots_of(blocks, moved)
-        for group, layers in engine.groups(moved):
-            block_ids = _block_ids(context, rank, blocks)
-            for name in layers:
-                engine.fill(name, block_ids, range(blocks))
-            side.wait(connector, connector.store(block_ids, slots[group], group), "store", rank)
-        step(f"stored rank {rank + 1} of {context.grid.size}")
-    return side
-
-
-def _load(
-    context: PolicyContext,
-    plugins: PluginSet,
-    pool: HostPool,
-    moved: Sequence[str],
-    blocks: int,
-    step: Callable[[str], None],
-) -> _Side:
-    side = _Side()
-    for engine, connector in _ranks(context, plugins, pool):
-        rank = engine.context.rank
-        slots = _slots_of(blocks, moved)
         untouched = {*engine.layers}
         for group, layers in engine.groups(moved):
-            block_ids = _block_ids(context, rank + context.grid.size, blocks)
-            side.wait(connector, connector.load(slots[group], block_ids, group), "load", rank)
-            for name in layers:
-                side.mismatched += engine.mismatches(name, block_ids, range(blocks))
-                side.changed += engine.changed(name, block_ids)
-                untouched.discard(name)
+            # Other block ids on either side: a slot does not care where a block lies.
+            block_ids = _block_ids(context, rank + (0 if storing else context.grid.size), blocks)
+            untouched -= {*layers}
+            if storing:
+                for name in layers:
+                    engine.fill(name, block_ids, range(blocks))
+                job = connector.store(block_ids, slots[group], group)
+            else:
+                job = connector.load(slots[group], block_ids, group)
+            side.wait(connector, job, direction, rank)
+            if not storing:
+                for name in layers:
+                    side.mismatched += engine.mismatches(name, block_ids, range(blocks))
+                    side.changed += engine.changed(name, block_ids)
         side.changed += sum(engine.changed(name, ()) for name in untouched)
-        step(f"loaded rank {rank + 1} of {context.grid.size}")
+        step(f"{direction}: rank {rank + 1} of {context.grid.size}")
     return side
 
 

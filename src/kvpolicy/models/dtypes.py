@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvpolicy.dtypes import ITEMSIZES, SPELLINGS, plain_dtype
-from kvpolicy.errors import ConfigError, OptionError, close_names
+from kvpolicy.errors import ConfigError, OptionError
 from kvpolicy.models.reading import Keys, levels, shown
+from kvpolicy.words import close_names
 
 _KEYS = ("dtype", "torch_dtype")
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvpolicy.errors import close_names
 from kvpolicy.geometry import MAX_LAYERS
 from kvpolicy.models.reading import Keys, shown
 from kvpolicy.models.states import FAMILIES
+from kvpolicy.words import close_names
 
 Kinds = tuple[str, ...]
 

@@ -11,14 +11,9 @@ from typing import Any, Literal
 
 import attrs
 
-from kvpolicy.errors import (
-    DuplicatePluginError,
-    OptionError,
-    PluginError,
-    UnknownPluginError,
-    close_names,
-)
+from kvpolicy.errors import DuplicatePluginError, OptionError, PluginError, UnknownPluginError
 from kvpolicy.hooks import PROJECT
+from kvpolicy.words import close_names
 
 Status = Literal["active", "failed", "not-selected"]
 

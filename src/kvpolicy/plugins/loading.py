@@ -10,12 +10,6 @@ import attrs
 import pluggy
 
 import kvpolicy.hooks as specifications
-from kvpolicy.errors import (
-    close_names,
-    shown,
-    spare,
-    told,
-)
 from kvpolicy.hooks import API_VERSION, HOOKS, PROJECT
 from kvpolicy.plugins.discovery import (
     Candidate,
@@ -28,6 +22,7 @@ from kvpolicy.plugins.discovery import (
     split_plugins,
 )
 from kvpolicy.plugins.selection import Selection
+from kvpolicy.words import close_names, shown, spare, told
 
 _REFUSED_MARKS = ("hookwrapper", "wrapper", "tryfirst", "trylast")
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.errors import OptionError, close_names
+from kvpolicy.errors import OptionError
+from kvpolicy.words import close_names
 
 PLUGINS_VARIABLE = "KVPOLICY_PLUGINS"
 PRIORITY_VARIABLE = "KVPOLICY_PRIORITY"
