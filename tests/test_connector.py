@@ -726,10 +726,24 @@ def test_records_go_by_their_keys() -> None:
     assert caches["l"][6].unique().tolist() == [4]
     for keys, what in (
         (["a"], "1 keys and 2 slots do not pair"),
-        (["a", None], "hashable and not None; found None"),
-        (["a", []], r"hashable and not None; found \[\]"),
+        (["a", None], "and not None; found None"),
+        (["a", []], r"a record's key is hashable, .* found \[\]"),
+        (["a", ([],)], r"found \(\[\],\)"),
+        (["a", float("nan")], "equal to itself and not None; found nan"),
+        (5, "one name for each slot, not 5"),
+        ("ab", "one name for each slot, not 'ab'"),
     ):
         with pytest.raises(kv.BlockIdError, match=what):
             connector.store([2, 3], [0, 1], keys=keys)
     with pytest.raises(kv.BlockIdError, match="slot 1 is given two keys: 'a', 'b'"):
         connector.load([1, 1], [5, 6], keys=["a", "b"])
+
+
+def test_keys_from_an_array_are_values_of_their_own() -> None:
+    connector, _ = connect()
+    keys = torch.tensor([7])
+    assert finish(connector, connector.store([2], [0], keys=keys)).ok
+    keys[0] = 8
+    with pytest.raises(kv.PoolError, match="slot 0 holds record 7, this load wants 8"):
+        connector.load([0], [5], keys=keys)
+    assert finish(connector, connector.load([0], [5], keys=[7])).ok

@@ -262,13 +262,25 @@ def pair_keys(keys: Iterable[Hashable], slots: BlockIds) -> dict[int, Hashable]:
             two keys for one slot.
     """
     found: dict[int, Hashable] = {}
+    if isinstance(keys, torch.Tensor | np.ndarray):
+        keys = keys.tolist()  # plain values, not views of what the caller may change
+    if not isinstance(keys, Iterable) or isinstance(keys, str | bytes):
+        raise BlockIdError(f"keys are one name for each slot, not {shown(keys)}")
     named = list(keys)
     if len(named) != len(slots):
         raise BlockIdError(f"{len(named)} keys and {len(slots)} slots do not pair")
     for slot, key in zip(slots.tolist(), named, strict=True):
-        if key is None or not isinstance(key, Hashable):
-            raise BlockIdError(f"a record's key is hashable and not None; found {shown(key)}")
-        if found.setdefault(slot, key) != key:
+        try:
+            hash(key)
+            same = bool(key == found.setdefault(slot, key))
+            sound = key is not None and not isinstance(key, torch.Tensor) and bool(key == key)
+        except Exception:  # noqa: BLE001  a key's own methods may raise anything
+            same, sound = True, False
+        if not sound:
+            raise BlockIdError(
+                f"a record's key is hashable, equal to itself and not None; found {shown(key)}"
+            )
+        if not same:
             raise BlockIdError(f"slot {slot} is given two keys: {shown(found[slot])}, {shown(key)}")
     return found
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     Bytes = NDArray[np.uint8]
     Views = tuple[tuple[Bytes, Bytes], ...]
+    _Task = tuple[TransferJob, tuple[Views, ...], float, list[TransferResult]]
 
 
 class HostCopy:
@@ -34,7 +36,7 @@ class HostCopy:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._executor: ThreadPoolExecutor | None = None
+        self._queue: SimpleQueue[_Task | None] | None = None
         self._process = 0
         self._views: WeakKeyDictionary[TransferPlan, Views] = WeakKeyDictionary()
 
@@ -45,15 +47,22 @@ class HostCopy:
             return None
         begun = time.perf_counter()
         views = tuple(self._views_of(part.plan) for part in job.parts)
-        return _handle(self._worker().submit(_copy, job, views, begun))
+        results: list[TransferResult] = []
+        self._worker().put((job, views, begun, results))
+        return _handle(results)
 
-    def _worker(self) -> ThreadPoolExecutor:
+    def _worker(self) -> SimpleQueue[_Task | None]:
+        """The queue of this process's thread. Its put is atomic: an interrupt leaves no lock."""
         with self._lock:
-            if self._executor is None or self._process != os.getpid():
+            if self._queue is None or self._process != os.getpid():
                 # A fork does not carry threads over, so each process makes its own.
-                self._executor = ThreadPoolExecutor(1, thread_name_prefix="kvpolicy-host-copy")
-                self._process = os.getpid()
-            return self._executor
+                self._queue, self._process = SimpleQueue(), os.getpid()
+                thread = threading.Thread(
+                    target=_serve, args=(self._queue,), name="kvpolicy-host-copy", daemon=True
+                )
+                thread.start()
+                atexit.register(_stop, self._queue, thread, self._process)
+            return self._queue
 
     def _views_of(self, plan: TransferPlan) -> Views:
         with self._lock:
@@ -121,21 +130,34 @@ def _copy(job: TransferJob, views: tuple[Views, ...], begun: float) -> TransferR
     )
 
 
-def _handle(future: Future[TransferResult]) -> TransferHandle:
+def _serve(queue: SimpleQueue[_Task | None]) -> None:
+    """The copying thread: one task after the other, until None."""
+    while (task := queue.get()) is not None:
+        job, views, begun, results = task
+        results.append(_copy(job, views, begun))
+        del task, job, views, results  # nothing is kept alive while the thread waits
+
+
+def _stop(queue: SimpleQueue[_Task | None], thread: threading.Thread, process: int) -> None:
+    """At exit: what was submitted is copied before its memory goes."""
+    if process == os.getpid():
+        queue.put(None)
+        thread.join()
+
+
+def _handle(results: list[TransferResult]) -> TransferHandle:
     from kvpolicy.transfer import TransferHandle
 
-    class FutureHandle(TransferHandle):
+    class HostCopyHandle(TransferHandle):
+        """Reads one list, which takes no lock that an interrupt could leave held."""
+
         def done(self) -> bool:
-            return future.done()
+            return bool(results)
 
         def result(self) -> TransferResult:
-            return future.result()
+            return results[0]
 
-        def wait(self, timeout: float | None = None) -> bool:
-            wait([future], timeout)
-            return future.done()
-
-    return FutureHandle()
+    return HostCopyHandle()
 
 
 policy = HostCopy()

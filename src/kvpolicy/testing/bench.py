@@ -26,6 +26,16 @@ def told(job: TransferJob) -> str:
     )
 
 
+def written_bytes(job: TransferJob, kept: set[int]) -> int:
+    """The bytes of the destinations that are not said to have failed."""
+    return sum(
+        part.plan.block_bytes
+        for part in job.parts
+        for block, slot in zip(part.block_ids.tolist(), part.slots.tolist(), strict=True)
+        if (slot if job.direction == "store" else block) in kept
+    )
+
+
 @attrs.define(kw_only=True, eq=False)
 class Bench:
     """One rank's job, not run yet, with the memory and the rows that it is to change.

@@ -8,8 +8,9 @@ import attrs
 import numpy as np
 
 from kvpolicy import PluginError
-from kvpolicy.testing.bench import injured, one_by_one, told
+from kvpolicy.testing.bench import injured, one_by_one, told, written_bytes
 from kvpolicy.testing.contract import UNDER_TEST, broken, check, hooks_of, numbered, plugin_set
+from kvpolicy.testing.large import SIZES, large_difference
 from kvpolicy.testing.moving import TransferCase
 from kvpolicy.testing.strategies import trials
 from kvpolicy.testing.trial import Trial
@@ -19,7 +20,7 @@ _CERTIFIED = trials()
 
 
 class TransferContract(TransferCase):
-    """Numbered properties T1 to T12 of a copy engine; subclass it in a test module.
+    """Numbered properties T1 to T13 of a copy engine; subclass it in a test module.
 
     ``class TestMine(TransferContract)`` with `make_transfer` is enough for pytest. Jobs are those
     that the core makes, from per-layer caches and slabs, canonical or not. Their caches lie on
@@ -126,6 +127,10 @@ class TransferContract(TransferCase):
                 wrong = bench.wrong(before, kept)
                 told_ = f"{told(job)} with {how} reported {result}, but {wrong}"
                 check(wrong is None, "T10", told_)
+                least = written_bytes(job, kept)
+                told_ = f"{told(job)} with {how} reported {result.bytes} B of {job.bytes}; what is "
+                told_ += f"not named as failed has {least} B"
+                check(least <= result.bytes <= job.bytes, "T10", told_)
             self._moved("T10", bench)
 
     @numbered(_CERTIFIED)
@@ -155,3 +160,9 @@ class TransferContract(TransferCase):
         for rank, memory in enumerate(world.memories):
             wrong = memory.difference(world.fresh(rank, group, back, records))
             check(wrong is None, "T12", f"loaded on rank {rank}: {wrong}")
+
+    def test_t13_a_large_job_is_moved_whole(self) -> None:
+        """T13: hundreds of blocks, dozens of layers, pages of many KiB, there and back."""
+        for size in SIZES:
+            wrong = large_difference(self.make_transfer(), self.device, size)
+            check(wrong is None, "T13", str(wrong))
