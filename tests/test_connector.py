@@ -747,3 +747,39 @@ def test_keys_from_an_array_are_values_of_their_own() -> None:
     with pytest.raises(kv.PoolError, match="slot 0 holds record 7, this load wants 8"):
         connector.load([0], [5], keys=keys)
     assert finish(connector, connector.load([0], [5], keys=[7])).ok
+
+
+@pytest.mark.parametrize("dtype", ["", "float32"])
+def test_an_undeclared_dtype_is_compared_a_declared_one_is_the_formats(dtype: str) -> None:
+    """float32 stored, int32 wanted: the same sizes, the same format unless somebody says so."""
+    spec = kv.AttentionSpec(block_size=4, total_kv_heads=1, head_size=1, itemsize=4)
+    pool = kv.HostPool(4)
+
+    def one(element: torch.dtype, declared: str) -> kv.Connector:
+        caches = {"l": torch.zeros(8, 1, 4, 2, dtype=element)}
+        return connect(layers={"l": spec}, caches=caches, host=pool, dtype=declared)[0]
+
+    storing = one(torch.float32, dtype)
+    assert finish(storing, storing.store([0], [0])).ok
+    with pytest.raises(kv.FormatMismatchError, match="float32"):
+        one(torch.int32, "" if not dtype else "int32").load([0], [1])
+
+
+def test_layers_of_two_dtypes_on_two_stages_load_what_they_stored() -> None:
+    spec = kv.AttentionSpec(block_size=4, total_kv_heads=1, head_size=1, itemsize=4)
+    half = kv.AttentionSpec(block_size=4, total_kv_heads=1, head_size=1, itemsize=2)
+    pool, made = kv.HostPool(4), []
+    for rank, (name, element) in enumerate([("a", torch.float32), ("b", torch.bfloat16)]):
+        made.append(
+            connect(
+                layers={"a": spec, "b": half},
+                caches={name: torch.ones(8, 1, 4, 2, dtype=element)},
+                host=pool,
+                grid=kv.ParallelGrid(pp=2),
+                rank=rank,
+            )[0]
+        )
+    for connector in made:
+        assert finish(connector, connector.store([0], [0], keys=["k"])).ok
+    for connector in made:
+        assert finish(connector, connector.load([0], [1], keys=["k"])).ok

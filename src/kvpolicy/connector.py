@@ -353,8 +353,10 @@ class Connector:
             check_alive(plans)
             job = make_job(self._jobs.new_id(), direction, plans, blocks, rows)
             fmt = self._started.formats[record.group.name]
-            claim = claim_slots(
-                self._pool, job, record, fmt, self.context.rank, elements(plans), named
-            )
+            # A declared dtype is part of the format. Undeclared, the tensors' own is compared,
+            # where every rank holds every layer.
+            undeclared = not self.context.dtype and self.context.grid.pp == 1
+            element = elements(plans) if undeclared else ""
+            claim = claim_slots(self._pool, job, record, fmt, self.context.rank, element, named)
             self._jobs.start(job, self.plugins, claim)
             return job.job_id
