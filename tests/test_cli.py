@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import multiprocessing
 import os
 import pty
+import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from kvpolicy.cli import main
+from kvpolicy.sharedfile import PREFIX
 
 MODELS = Path(__file__).parent / "models"
 QWEN = str(MODELS / "qwen3-30b-a3b.json")
@@ -565,6 +571,186 @@ def test_every_command_has_help_with_an_example(capsys, command):
     out = capsys.readouterr().out
     assert "example:" in out
     assert f"kvpolicy {command}" in out
+
+
+# roundtrip --processes: real processes, so that each case costs seconds.
+
+POOLS = f"{PREFIX}roundtrip-*"
+
+
+@pytest.fixture
+def no_pool_left():
+    before = set(Path("/dev/shm").glob(POOLS))
+    yield
+    assert set(Path("/dev/shm").glob(POOLS)) <= before
+    assert multiprocessing.active_children() == []
+
+
+def without_times(report: dict) -> dict:
+    return {k: v for k, v in report.items() if not k.endswith(("_seconds", "_ratio"))}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, ("--canonical", "--tp", 8, "--load-tp", 1)),
+        (None, ("--tp", 2)),
+        (HYBRID, ("--canonical", "--pp", 2, "--load-pp", 1, "--group", "full")),
+    ],
+    ids=["replicas", "private", "stages"],
+)
+def test_ranks_in_processes_give_the_same_report(told, config, no_pool_left, text, words):
+    path = config() if text is None else config(text=json.dumps(text))
+    status, found = told("roundtrip", path, "--blocks", 3, *words, "--processes")
+    assert status == 0, found
+    assert found["verified"] is True
+    assert without_times(found) == without_times(told("roundtrip", path, "--blocks", 3, *words)[1])
+
+
+FATAL = """
+import os, signal
+import kvpolicy
+class Fatal:
+    priority = 500
+    @kvpolicy.hookimpl
+    def transfer(self, job):
+        if job.direction == "load":
+            {}
+plugin = Fatal()
+"""
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "its process was ended by SIGKILL"),
+        ("os._exit(0)", "its process ended with status 0 before it was done"),
+        ("raise KeyboardInterrupt", "its process raised KeyboardInterrupt"),
+    ],
+)
+def test_a_rank_that_dies_or_raises_is_an_error(told, installed, no_pool_left, act, words):
+    installed("fatal", FATAL.format(act))
+    status, found = told("roundtrip", QWEN, "--canonical", "--blocks", 1, "--tp", 2, "--processes")
+    assert status == 1
+    assert found["error"]["code"] == "rank"
+    assert words in found["error"]["message"]
+    assert re.match(r"rank [01] of the loading side: ", found["error"]["message"])
+
+
+PICKY = """
+import kvpolicy
+class Picky:
+    priority = 500
+    @kvpolicy.hookimpl
+    def register_layers(self, context, decision, caches):
+        raise OSError("not these")
+plugin = Picky()
+"""
+VARIOUS = """
+import os
+import kvpolicy
+class Various:
+    priority = os.getpid()
+    @kvpolicy.hookimpl
+    def prefer_cross_layer_blocks(self, context):
+        return None
+plugin = Various()
+"""
+
+
+def test_what_a_rank_is_refused_keeps_its_code_and_status(told, installed, no_pool_left):
+    installed("picky", PICKY)
+    status, found = told("roundtrip", QWEN, "--canonical", "--blocks", 1, "--processes")
+    assert status == 3
+    assert found["error"]["code"] in ("plugin", "registration")
+    assert found["error"]["message"].startswith("rank 0 of the storing side: ")
+    assert "not these" in found["error"]["message"]
+
+
+def test_ranks_with_other_fingerprints_do_not_move(told, installed, no_pool_left):
+    installed("various", VARIOUS)
+    status, found = told("roundtrip", QWEN, "--canonical", "--blocks", 1, "--tp", 2, "--processes")
+    assert status == 1
+    assert "rank 0 of the storing side has fingerprint " in found["error"]["message"]
+    assert "every process of an engine needs the same" in found["error"]["message"]
+
+
+def test_a_transfer_that_fails_in_a_process_is_in_the_report(told, installed, no_pool_left):
+    installed("quitter", QUITTER)
+    status, found = told("roundtrip", QWEN, "--canonical", "--blocks", 2, "--processes")
+    assert (status, found["verified"], found["load_bytes"]) == (1, False, 0)
+    assert "the device is gone" in found["errors"][0]
+
+
+def test_what_processes_cannot_do_is_refused(told, monkeypatch, no_pool_left):
+    words = ("roundtrip", QWEN, "--canonical", "--processes")
+    status, found = told(*words, "--load-tp", 128)
+    assert status == 2
+    assert "at most 64; this grid has 128 ranks" in found["error"]["message"]
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr("kvpolicy.sharedfile.os.posix_fallocate", full)
+    status, found = told(*words)
+    assert status == 2
+    assert "/dev/shm has no room for a pool" in found["error"]["message"]
+    assert "--blocks" in found["error"]["message"]
+
+
+def test_ranks_in_processes_show_progress_and_print_nothing(monkeypatch, no_pool_left):
+    words = ["roundtrip", QWEN, "--canonical", "--blocks", "1", "--processes"]
+    master, slave = pty.openpty()
+    shown = []
+
+    def watch() -> None:
+        # A terminal that nobody reads takes a few kilobytes; a bar is drawn again and again.
+        with contextlib.suppress(OSError):  # it ends when the other side is closed
+            while part := os.read(master, 65536):
+                shown.append(part)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        with os.fdopen(slave, "w") as terminal:
+            monkeypatch.setenv("TERM", "xterm")
+            monkeypatch.setattr(sys, "stderr", terminal)
+            assert main(words) == 0
+    finally:
+        watcher.join()
+        os.close(master)
+    assert b"store: rank 1 of 1" in b"".join(shown)
+
+
+SLOW = """
+import sys, time
+import kvpolicy
+class Slow:
+    priority = 500
+    @kvpolicy.hookimpl
+    def transfer(self, job):
+        print("a slow transfer", flush=True)
+        time.sleep(1)
+plugin = Slow()
+"""
+
+
+def test_ranks_end_with_the_command_that_is_killed(installed, tmp_path, no_pool_left):
+    installed("slow", SLOW)
+    words = ("roundtrip", QWEN, "--canonical", "--blocks", "1", "--tp", "2", "--processes")
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvpolicy", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    ) as command:
+        assert command.stderr is not None
+        while b"a slow transfer" not in (line := command.stderr.readline()):
+            assert line, "it ended"
+        command.kill()
+        # The ranks have its streams: these end when the last of them has.
+        assert command.communicate(timeout=60)[0] == b""
 
 
 def test_python_dash_m_is_the_same_command():

@@ -783,3 +783,19 @@ def test_layers_of_two_dtypes_on_two_stages_load_what_they_stored() -> None:
         assert finish(connector, connector.store([0], [0], keys=["k"])).ok
     for connector in made:
         assert finish(connector, connector.load([0], [1], keys=["k"])).ok
+
+
+def test_a_connector_that_is_collected_with_a_job_pending_keeps_no_slot() -> None:
+    gate, pool = Gate(), kv.HostPool(4)
+    lost, _ = connect([gate], host=pool)
+    lost.store([2], [1])
+    del lost
+    gc.collect()
+    other, _ = connect(host=pool)
+    with pytest.raises(kv.PoolError, match="being written"):
+        other.store([3], [1])
+    gate.open.set()
+    deadline = time.monotonic() + 60
+    while pool.is_busy([1]) and time.monotonic() < deadline:
+        pool.collect()
+    assert finish(other, other.store([3], [1])).ok

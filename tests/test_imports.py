@@ -35,7 +35,13 @@ ROOMS = (
     "identity",
     "caches",
     "registration",
+    "slots",
     "hostpool",
+    "owners",
+    "sharedfile",
+    "sharedterms",
+    "sharedslots",
+    "sharedpool",
     "plan",
     "transfer",
     "hooks",
@@ -53,7 +59,16 @@ ROOMS = (
 # They may use the public names of the package itself; nothing imports them but what is below.
 EDGES = ("cli", "testing", "__main__")
 # Where torch is imported when the module is; cli.engine makes the tensors of a simulated engine.
-TORCH = {"caches", "registration", "hostpool", "plan", "transfer", "connector", "cli.engine"}
+TORCH = {
+    "caches",
+    "registration",
+    "hostpool",
+    "sharedpool",
+    "plan",
+    "transfer",
+    "connector",
+    "cli.engine",
+}
 # What the distribution declares, and what only the kit for plugin authors may ask for.
 DEPENDENCIES = {"attrs", "numpy", "pluggy", "rich", "torch"}
 TESTING_DEPENDENCIES = {"hypothesis", "pytest"}

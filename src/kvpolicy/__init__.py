@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from kvpolicy.hostpool import HostPool
     from kvpolicy.plan import PlannedCopy, TransferPlan
     from kvpolicy.registration import Registration
+    from kvpolicy.sharedpool import PoolAddress, SharedHostPool
     from kvpolicy.transfer import Span, TransferHandle, TransferJob, TransferPart, TransferResult
 
 __version__ = "0.1.0"
@@ -60,7 +61,9 @@ _LAZY = {
     "KVCaches": "caches",
     "LayerPages": "caches",
     "PlannedCopy": "plan",
+    "PoolAddress": "sharedpool",
     "Registration": "registration",
+    "SharedHostPool": "sharedpool",
     "SlabPlacement": "caches",
     "Span": "transfer",
     "TransferHandle": "transfer",
@@ -106,11 +109,13 @@ __all__ = [
     "PluginSet",
     "PolicyConflictError",
     "PolicyContext",
+    "PoolAddress",
     "PoolError",
     "Rank",
     "Refusal",
     "Registration",
     "RegistrationError",
+    "SharedHostPool",
     "SlabPlacement",
     "Span",
     "StateSpec",

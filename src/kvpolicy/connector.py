@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
@@ -47,8 +48,8 @@ class Connector:
             replaces every other choice of plugins, and the built-ins always take part.
         strict: any plugin fault stops start-up.
         priorities: plugin name -> priority, over options and environment.
-        host: a `HostPool` (several ranks may share one), a number of slots, or None, in which
-            case `store` and `load` refuse.
+        host: a `HostPool` (several ranks may share one; a `SharedHostPool` if they are
+            processes), a number of slots, or None, in which case `store` and `load` refuse.
 
     Raises:
         PolicyConflictError: opposite votes at the deciding priority.
@@ -86,9 +87,11 @@ class Connector:
         self._started = start_up(context, plugins)
         self._shared = isinstance(host, HostPool)
         self._pool = as_pool(host)
-        if self._pool is not None:
-            self._pool.join(self._started.record_bytes, self._collect)
         self._jobs = Jobs()
+        if self._pool is not None:
+            # The pool knows the jobs, not the connector, whose tensors it would keep alive.
+            self._pool.join(self._started.record_bytes, self._jobs.collect)
+            self._forgotten = weakref.finalize(self, _forget, self._pool, self._jobs)
         self._registration: Registration | None = None
         self._plans: dict[str, tuple[TransferPlan, ...]] = {}
         self._changed = threading.Condition()
@@ -264,7 +267,8 @@ class Connector:
         finally:
             with self._changed:
                 if self._pool is not None:
-                    self._pool.leave(self._collect)
+                    self._pool.leave(self._jobs.collect)
+                    self._forgotten.detach()
                     if not self._shared:
                         self._pool = None
                 self._plans, self._registration = {}, None
@@ -285,9 +289,6 @@ class Connector:
         self.close()
 
     # How it does it.
-
-    def _collect(self) -> None:
-        self._jobs.collect()
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[None]:
@@ -360,3 +361,10 @@ class Connector:
             claim = claim_slots(self._pool, job, record, fmt, self.context.rank, element, named)
             self._jobs.start(job, self.plugins, claim)
             return job.job_id
+
+
+def _forget(pool: HostPool, jobs: Jobs) -> None:
+    """A connector is gone that nobody closed: its jobs end, and then the pool forgets them."""
+    jobs.collect()
+    if not jobs.pending:
+        pool.leave(jobs.collect)

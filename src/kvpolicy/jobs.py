@@ -17,10 +17,11 @@ import attrs
 import numpy as np
 
 from kvpolicy.errors import NoTransferError, OptionError, UnknownJobError
-from kvpolicy.hostpool import HostPool, Keys
+from kvpolicy.hostpool import HostPool
 from kvpolicy.identity import GroupFormat
 from kvpolicy.plugins import PluginInfo, PluginSet
 from kvpolicy.records import GroupRecord
+from kvpolicy.slots import Keys
 from kvpolicy.transfer import TransferHandle, TransferJob, TransferResult, failed
 from kvpolicy.words import shown, spare, told
 
@@ -157,6 +158,12 @@ class Jobs:
         self._pending: dict[int, PendingJob] = {}
         self._results: dict[int, TransferResult] = {}
         self._next_id = 0
+
+    @property
+    def pending(self) -> int:
+        """Jobs under way."""
+        with self._lock:
+            return len(self._pending)
 
     def new_id(self) -> int:
         """The next job id, from 0."""

@@ -42,6 +42,9 @@ def add_to(commands: Any) -> None:
         default=[],
         help="move this group alone; may be repeated (all groups)",
     )
+    parser.add_argument(
+        "--processes", action="store_true", help="each rank is a process (all ranks in this one)"
+    )
     add_load_options(parser)
     add_plugin_options(parser)
     parser.set_defaults(run=run)

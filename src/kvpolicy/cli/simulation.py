@@ -1,6 +1,6 @@
 """The round trip itself: every rank of two simulated engines, one after the other.
 
-Ranks are objects with tensors of their own; they share one host pool.
+Ranks are objects with tensors of their own, or processes; they share one host pool.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ import argparse
 import contextlib
 import math
 import os
+import secrets
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -19,42 +20,26 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvpolicy.cli.engine import SimulatedRank, owned_heads
+from kvpolicy.cli.engine import owned_heads
+from kvpolicy.cli.moving import Side, move_rank
 from kvpolicy.cli.options import context_of, engine_of, plugins_of
 from kvpolicy.cli.output import Output
+from kvpolicy.cli.processes import Task, check_processes, move_side
+from kvpolicy.cli.processes import at_once as ranks_at_once
 from kvpolicy.connector import Connector
 from kvpolicy.context import PolicyContext
-from kvpolicy.errors import FormatMismatchError, OptionError
+from kvpolicy.errors import FormatMismatchError, OptionError, PoolError
 from kvpolicy.hostpool import HostPool
 from kvpolicy.identity import format_id
 from kvpolicy.models import load_config
 from kvpolicy.pages import page_shape
 from kvpolicy.plugins import PluginSet
+from kvpolicy.sharedpool import SharedHostPool
 from kvpolicy.transfer import Direction
 from kvpolicy.words import close_names
 
 _MAX_BLOCKS = 1_000_000
 _REFERENCE_BYTES = 2**28
-_SEED = 20
-
-
-@attrs.define
-class _Side:
-    """What one side moved."""
-
-    bytes: int = 0
-    seconds: float = 0.0
-    mismatched: int = 0
-    changed: int = 0
-    errors: list[str] = attrs.field(factory=list)
-
-    def wait(self, connector: Connector, job_id: int, what: str, rank: int) -> None:
-        """Waits for a job and adds what it moved."""
-        (result,) = connector.wait([job_id])
-        self.bytes += result.bytes
-        self.seconds += result.seconds
-        if not result.ok:
-            self.errors.append(f"{what} on rank {rank}: {result.error}")
 
 
 def round_trip(args: argparse.Namespace, out: Output) -> dict[str, Any]:
@@ -79,16 +64,20 @@ def round_trip(args: argparse.Namespace, out: Output) -> dict[str, Any]:
         name = format_id({group: one.formats[group] for group in moved})
     groups = [group for group in explained["groups"] if group["name"] in moved]
     slots = args.blocks * len(moved)
-    _check_memory(record_bytes * slots, storing, loading)
-    pool = HostPool(slots, record_bytes)
-    pool.rows.fill_(0)  # touched once, so that the first store does not pay for the pages
-    with _progress(out, storing.grid.size + loading.grid.size) as step:
-        stored = _move("store", storing, plugins, pool, moved, args.blocks, step)
+    sizes = storing.grid.size, loading.grid.size
+    at_once = 1
+    if args.processes:
+        check_processes(*sizes)
+        at_once = min(ranks_at_once(), max(sizes))
+    _check_memory(record_bytes * slots, at_once, storing, loading)
+    with (
+        _pool(args, slots, record_bytes, max(sizes)) as pool,
+        _progress(out, sum(sizes)) as step,
+    ):
+        stored = _move("store", args, one, plugins, pool, moved, step)
         # What was not stored cannot be loaded: the report says which stores failed.
         whole = not stored.errors
-        loaded = (
-            _move("load", loading, plugins, pool, moved, args.blocks, step) if whole else _Side()
-        )
+        loaded = _move("load", args, other, plugins, pool, moved, step) if whole else Side()
     verified = not (stored.errors or loaded.errors or loaded.mismatched or loaded.changed)
     return {
         "verified": verified,
@@ -180,8 +169,8 @@ def _memory_available() -> int | None:
         return None
 
 
-def _check_memory(rows: int, *sides: PolicyContext) -> None:
-    """Refuses what would not fit: the rows, the largest rank's caches, and the expected bytes."""
+def _check_memory(rows: int, at_once: int, *sides: PolicyContext) -> None:
+    """Refuses what would not fit: the rows, the largest ranks' caches, and the expected bytes."""
     caches = [
         context.geometry.num_blocks
         * sum(
@@ -193,7 +182,7 @@ def _check_memory(rows: int, *sides: PolicyContext) -> None:
         for context in sides
         for layers in context.stages
     ]
-    needed, free = rows + 2 * max(caches), _memory_available()
+    needed, free = rows + at_once * 2 * max(caches), _memory_available()
     if free is not None and needed > free:
         raise OptionError(
             f"this round trip needs about {needed / 2**30:.1f} GiB and {free / 2**30:.1f} are "
@@ -201,66 +190,64 @@ def _check_memory(rows: int, *sides: PolicyContext) -> None:
         )
 
 
-def _slots_of(blocks: int, groups: Iterable[str]) -> dict[str, list[int]]:
-    """Group -> its slots, scattered over the pool; the same on every rank."""
-    names = list(groups)
-    shuffled = np.random.default_rng(_SEED).permutation(blocks * len(names)).tolist()
-    return {name: shuffled[i * blocks : (i + 1) * blocks] for i, name in enumerate(names)}
-
-
-def _ranks(
-    context: PolicyContext, plugins: PluginSet, pool: HostPool
-) -> Iterator[tuple[SimulatedRank, Connector]]:
-    """Every rank in turn, with its own tensors, registered."""
-    for rank in context.grid.ranks():
-        own = attrs.evolve(context, rank=rank.rank)
-        with Connector(own, plugins, host=pool) as connector:
-            engine = SimulatedRank(own, connector.decision)
-            engine.clear()
-            connector.register(engine.caches)
-            yield engine, connector
+@contextlib.contextmanager
+def _pool(
+    args: argparse.Namespace, slots: int, record_bytes: int, ranks: int
+) -> Iterator[HostPool]:
+    """The rows, touched once, so that the first store does not pay for the pages."""
+    if not args.processes:
+        pool = HostPool(slots, record_bytes)
+        pool.rows.fill_(0)
+        yield pool
+        return
+    token = secrets.token_hex(8)
+    try:
+        shared = SharedHostPool(
+            f"roundtrip-{token}", slots, record_bytes, nonce=token, max_ranks=ranks
+        )
+    except PoolError as error:
+        raise OptionError(f"{error} (here: --blocks)") from None
+    with shared:
+        yield shared
 
 
 def _move(
     direction: Direction,
-    context: PolicyContext,
+    args: argparse.Namespace,
+    connector: Connector,
     plugins: PluginSet,
     pool: HostPool,
-    moved: Sequence[str],
-    blocks: int,
+    moved: tuple[str, ...],
     step: Callable[[str], None],
-) -> _Side:
-    """Stores the logical blocks on every rank, or loads them and compares every byte."""
-    side = _Side()
-    storing = direction == "store"
-    slots = _slots_of(blocks, moved)
-    for engine, connector in _ranks(context, plugins, pool):
-        rank = engine.context.rank
-        untouched = {*engine.layers}
-        for group, layers in engine.groups(moved):
-            # Other block ids on either side: a slot does not care where a block lies.
-            block_ids = _block_ids(context, rank + (0 if storing else context.grid.size), blocks)
-            untouched -= {*layers}
-            if storing:
-                for name in layers:
-                    engine.fill(name, block_ids, range(blocks))
-                job = connector.store(block_ids, slots[group], group)
-            else:
-                job = connector.load(slots[group], block_ids, group)
-            side.wait(connector, job, direction, rank)
-            if not storing:
-                for name in layers:
-                    side.mismatched += engine.mismatches(name, block_ids, range(blocks))
-                    side.changed += engine.changed(name, block_ids)
-        side.changed += sum(engine.changed(name, ()) for name in untouched)
-        step(f"{direction}: rank {rank + 1} of {context.grid.size}")
+) -> Side:
+    """Stores the logical blocks on every rank, or loads them and compares every byte.
+
+    Args:
+        direction: what to do.
+        args: the options.
+        connector: of the side's first rank, closed; has its context and fingerprint.
+        plugins: of ranks that are no processes.
+        pool: the rows.
+        moved: the groups.
+        step: told of each rank that has moved.
+    """
+    context = connector.context
+    if isinstance(pool, SharedHostPool):
+        task = Task(
+            args=argparse.Namespace(**{k: v for k, v in vars(args).items() if k != "run"}),
+            direction=direction,
+            num_blocks=context.geometry.num_blocks,
+            moved=moved,
+            address=pool.address(),
+        )
+        return move_side(task, context.grid.size, connector.fingerprint, step)
+    side = Side()
+    for rank in context.grid.ranks():
+        own = attrs.evolve(context, rank=rank.rank)
+        with Connector(own, plugins, host=pool) as mover:
+            side.add(move_rank(direction, mover, moved, args.blocks))
+        step(f"{direction}: rank {rank.rank + 1} of {context.grid.size}")
     return side
-
-
-def _block_ids(context: PolicyContext, seed: int, blocks: int) -> list[int]:
-    """Scattered block ids, others on every rank: a slot does not care where a block lies."""
-    shuffled = np.random.default_rng((_SEED, seed)).permutation(context.geometry.num_blocks)
-    return [int(block) for block in shuffled[:blocks]]
 
 
 def _reference_seconds(count: int) -> float:
@@ -276,7 +263,7 @@ def _reference_seconds(count: int) -> float:
     return best * count / chunk
 
 
-def _ratio(side: _Side) -> float | None:
+def _ratio(side: Side) -> float | None:
     """The speed against one large copy of the same bytes; None if nothing moved."""
     if not side.bytes or not side.seconds:
         return None

@@ -16,7 +16,7 @@ PLUGINS_VARIABLE = "KVPOLICY_PLUGINS"
 PRIORITY_VARIABLE = "KVPOLICY_PRIORITY"
 STRICT_VARIABLE = "KVPOLICY_STRICT"
 PROJECT_OPTION = "kvpolicy"
-_OPTION_KEYS = ("plugins", "priority", "strict")
+_OPTION_KEYS = ("plugins", "priority", "priorities", "strict")
 _WHOLE = re.compile(r"\s*[+-]?[0-9]{1,18}\s*")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
@@ -135,6 +135,7 @@ def select(
     merged: dict[str, int] = {}
     for value, where in (
         (environ.get(PRIORITY_VARIABLE), PRIORITY_VARIABLE),
+        (own.get("priorities"), f"options[{PROJECT_OPTION!r}]['priorities']"),
         (own.get("priority"), f"options[{PROJECT_OPTION!r}]['priority']"),
         (priorities, "the priorities argument"),
     ):
