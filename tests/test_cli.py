@@ -876,3 +876,28 @@ def test_json_is_one_object_and_nothing_else(kvpolicy):
         value, end = decoder.raw_decode(out)
         assert isinstance(value, dict)
         assert out[end:].strip() == ""
+
+
+HYBRID = {
+    "model_type": "bamba",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "dtype": "bfloat16",
+    "attn_layer_indices": [1, 3],
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+}
+
+
+def test_the_portable_group_of_a_hybrid_moves_though_its_state_is_longer_elsewhere(told, config):
+    words = ("--tp", 2, "--load-tp", 4, "--canonical", "--blocks", 2, "--group", "full")
+    status, found = told("roundtrip", config(text=json.dumps(HYBRID)), *words)
+    assert status == 0, found
+    assert found["verified"] is True
