@@ -559,8 +559,10 @@ def test_strict_comes_from_the_highest_source_that_says_it():
         ),
         (
             {"options": options(verbose=1)},
-            "options['kvpolicy'] has no key 'verbose'; known: plugins, priorities, priority, "
-            "strict",
+            (
+                "options['kvpolicy'] has no key 'verbose'; known: plugins, priorities, priority, "
+                "strict"
+            ),
         ),
         (
             {"environ": {"KVPOLICY_PRIORITY": "canonical"}},
