@@ -878,7 +878,7 @@ def test_json_is_one_object_and_nothing_else(kvpolicy):
         assert out[end:].strip() == ""
 
 
-HYBRID = {
+LONG_STATE = {
     "model_type": "bamba",
     "num_hidden_layers": 4,
     "hidden_size": 64,
@@ -898,6 +898,6 @@ HYBRID = {
 
 def test_the_portable_group_of_a_hybrid_moves_though_its_state_is_longer_elsewhere(told, config):
     words = ("--tp", 2, "--load-tp", 4, "--canonical", "--blocks", 2, "--group", "full")
-    status, found = told("roundtrip", config(text=json.dumps(HYBRID)), *words)
+    status, found = told("roundtrip", config(text=json.dumps(LONG_STATE)), *words)
     assert status == 0, found
     assert found["verified"] is True
