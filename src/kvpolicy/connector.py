@@ -85,19 +85,17 @@ class Connector:
             plugins = load_plugins(selection, plugins)
         self.context = context
         self._started = start_up(context, plugins)
-        self._shared = isinstance(host, HostPool)
-        self._pool = as_pool(host)
+        self._shared = False
+        self._pool: HostPool | None = None
         self._jobs = Jobs()
-        if self._pool is not None:
-            # The pool knows the jobs, not the connector, whose tensors it would keep alive.
-            self._pool.join(self._started.record_bytes, self._jobs.collect)
-            self._forgotten = weakref.finalize(self, _forget, self._pool, self._jobs)
         self._registration: Registration | None = None
         self._plans: dict[str, tuple[TransferPlan, ...]] = {}
         self._changed = threading.Condition()
         self._submitters: list[int] = []  # threads that are inside a call
         self._closing = False
         self._released = False
+        if host is not None:
+            self.use_host(host)
 
     def __repr__(self) -> str:
         """Where it stands, for people."""
@@ -136,6 +134,14 @@ class Connector:
         return self._started.record_bytes
 
     @property
+    def fragments(self) -> Mapping[str, int]:
+        """Group name -> contiguous copies that this rank makes of a block, as registered."""
+        return {
+            name: sum(copy.box.num_runs for plan in plans for copy in plan.copies)
+            for name, plans in self._plans.items()
+        }
+
+    @property
     def formats(self) -> Mapping[str, GroupFormat]:
         """Group name -> the format of its stored bytes, with the fields that name it."""
         return self._started.formats
@@ -155,6 +161,28 @@ class Connector:
         return self._started.explain()
 
     # What it does.
+
+    def use_host(self, host: HostPool | int) -> None:
+        """Gives a connector that was made without a host pool one, before `register`.
+
+        For pools whose size follows from `record_bytes`, which nobody knows before start-up.
+
+        Args:
+            host: as the constructor takes it.
+
+        Raises:
+            ClosedError: it has a pool, is registered or closed.
+            PoolError, OptionError: as the constructor says.
+        """
+        with self._open(), self._changed:
+            self._check_unregistered()
+            if self._pool is not None:
+                raise ClosedError("this connector has a host pool; make another connector")
+            pool = as_pool(host)
+            # The pool knows the jobs, not the connector, whose tensors it would keep alive.
+            pool.join(self._started.record_bytes, self._jobs.collect)
+            self._forgotten = weakref.finalize(self, _forget, pool, self._jobs)
+            self._pool, self._shared = pool, isinstance(host, HostPool)
 
     def register(self, caches: KVCaches | Mapping[str, torch.Tensor] | torch.Tensor) -> None:
         """Registers this rank's cache tensors; nothing is copied, and what is wrong is refused.

@@ -66,7 +66,7 @@ def cache(*groups, num_blocks=8):
     return SimpleNamespace(kv_cache_groups=found, num_blocks=num_blocks)
 
 
-def config(canonical=False, options=None, cache_dtype="auto", rank=0, **parallel):
+def config(canonical=False, options=None, pool_file=None, cache_dtype="auto", rank=0, **others):
     sizes = {
         "tensor_parallel_size": 2,
         "pipeline_parallel_size": 1,
@@ -75,7 +75,9 @@ def config(canonical=False, options=None, cache_dtype="auto", rank=0, **parallel
         "cp_kv_cache_interleave_size": 1,
         "rank": rank,
     }
-    extra = {"canonical_layout": canonical, "kvpolicy": options or {}}
+    extra = {"canonical_layout": canonical, "kvpolicy": options or {}, "pool_file": pool_file}
+    extra |= {name: value for name, value in others.items() if name not in sizes}
+    parallel = {name: value for name, value in others.items() if name in sizes}
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
         parallel_config=SimpleNamespace(**sizes | parallel),
@@ -84,13 +86,19 @@ def config(canonical=False, options=None, cache_dtype="auto", rank=0, **parallel
     )
 
 
-def geometry(*groups, tp=2, heads=4, kernels=None):
-    return translate.geometry(cache(*groups), range(len(groups)), tp, heads, kernels or {})
+def stage(*groups, tp=2, heads=4, kernels=None):
+    return translate.stage(cache(*groups), range(len(groups)), tp, heads, kernels or {})
 
 
-def context(cached=None, backend=CPU, layout="LBHNC", isa="amx", **changes):
+def geometry(*groups, **sizes):
+    return translate.geometry([stage(*groups, **sizes)], num_blocks=8)
+
+
+def context(cached=None, backend=CPU, layout=None, isa="amx", is_as_asked=True, **changes):
     cached = cached or geometry((["layers.0"], FullAttentionSpec()))
-    return translate.policy_context(config(**changes), cached, backend, lambda b, h: isa, layout)
+    return translate.policy_context(
+        config(**changes), cached, backend, lambda b, h: isa, layout, is_as_asked=is_as_asked
+    )
 
 
 def test_an_attention_spec_is_the_whole_models():
@@ -134,6 +142,16 @@ def test_what_is_not_known_is_refused_and_never_taken_for_its_parent(spec, code,
     assert words in found.detail
 
 
+def test_rows_that_hold_several_tokens_are_refused_in_the_words_of_either_version():
+    older = FullAttentionSpec(storage_block_size=32)
+    del older.tokens_per_state
+    assert translate.layer_spec(older, 2, 4, None).code == "packing-unknown"
+    older.storage_block_size = 128
+    assert translate.layer_spec(older, 2, 4, None) == translate.layer_spec(
+        FullAttentionSpec(), 2, 4, None
+    )
+
+
 @pytest.mark.parametrize(
     ("held", "tp", "model", "total"), [(4, 1, 4, 4), (2, 2, 4, 4), (1, 4, 4, 4), (1, 4, 2, 2)]
 )
@@ -167,6 +185,17 @@ def test_every_layer_that_cannot_be_translated_has_its_reason():
     assert set(refused.value.refusals) == {"a.0", "a.1"}
     assert "2 of 3 layers" in str(refused.value)
     assert "MambaSpec" in str(refused.value)
+
+
+def test_stages_of_a_pipeline_follow_one_another():
+    window, full = SlidingWindowSpec(), FullAttentionSpec()
+    first = stage((["a.0", "a.2"], full), (["a.1"], window))
+    found = translate.geometry([first, stage((["a.4"], full), (["a.3"], window))], num_blocks=8)
+    assert list(found.layers) == ["a.0", "a.1", "a.2", "a.3", "a.4"]
+    assert found.stages == (3, 2)
+    assert [group.layer_names for group in found.groups] == [("a.0", "a.2", "a.4"), ("a.1", "a.3")]
+    with pytest.raises(VLLMConfigError, match="pipeline stage 1 has no layer"):
+        translate.geometry([first, stage(([], full), ([], window))], num_blocks=8)
 
 
 def test_kernel_blocks_are_told_by_the_tensors():
@@ -212,6 +241,17 @@ def test_a_backend_takes_the_layouts_that_it_declares():
         assert kvpolicy.slab_obstacle(context(backend=backend)) == obstacle
 
 
+@pytest.mark.parametrize(
+    ("resolved", "obstacle"),
+    [("BLHNC", None), ("BHLNC", None), ("HND", "the backend does not take BLHNC")],
+)
+def test_what_the_engine_resolves_against_the_wish_is_all_that_it_takes(resolved, obstacle):
+    found = context(backend=ANY, layout=resolved, is_as_asked=False)
+    assert kvpolicy.slab_obstacle(found) == obstacle
+    assert kvpolicy.slab_obstacle(context(backend=ANY, layout=resolved)) is None
+    assert found.layout is kvpolicy.KVCacheLayout.parse(resolved)
+
+
 def test_latents_on_the_cpu_keep_to_the_one_layout_that_their_kernels_take():
     cached = geometry((["a.0"], latent()), heads=1)
     backend = Backend(name="CPU_MLA", platform="cpu")
@@ -220,10 +260,10 @@ def test_latents_on_the_cpu_keep_to_the_one_layout_that_their_kernels_take():
 
 
 def test_the_order_asked_for_is_hnd_unless_only_nhd_is_taken():
-    nhd = Backend(name="X", platform="cuda", layouts=("LBNHC", "BLNHC"))
-    assert context(backend=nhd, layout=None).layout is kvpolicy.KVCacheLayout.LBNHC
+    nhd = Backend(name="X", platform="cuda", layouts=("LBNHC", "BLNHC"), nhd=True)
+    assert context(backend=nhd).layout is kvpolicy.KVCacheLayout.LBNHC
     for backend in (CPU, ANY):
-        assert context(backend=backend, layout=None).layout is kvpolicy.KVCacheLayout.LBHNC
+        assert context(backend=backend).layout is kvpolicy.KVCacheLayout.LBHNC
 
 
 @pytest.mark.parametrize(
@@ -231,7 +271,9 @@ def test_the_order_asked_for_is_hnd_unless_only_nhd_is_taken():
     [
         ({"canonical": "true"}, "canonical_layout is true or false, not 'true'"),
         ({"options": ["slab"]}, "kvpolicy is a mapping"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),
+        ({"canonical_layuot": True}, "no 'canonical_layuot'; did you mean 'canonical_layout'"),
+        ({"pool_file": 5}, "pool_file is the path of a file, not 5"),
+        ({"pool_file": ""}, "pool_file is the path of a file, not ''"),
         ({"decode_context_parallel_size": 2}, "context parallelism on the CPU"),
     ],
 )

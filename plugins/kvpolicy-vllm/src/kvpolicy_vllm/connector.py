@@ -6,6 +6,8 @@ through it go all transfers.
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,8 +27,18 @@ import kvpolicy
 from kvpolicy_vllm import compat, translate
 from kvpolicy_vllm.compat import LOGGER
 from kvpolicy_vllm.errors import VLLMConfigError, VLLMTransferError
+from kvpolicy_vllm.manager import KVPolicyOffloadingManager
+from kvpolicy_vllm.pools import forget_others, open_pool
+from kvpolicy_vllm.ranks import (
+    Held,
+    check_agreement,
+    identity,
+    machine,
+    on_all_ranks,
+    whole_geometry,
+)
 from kvpolicy_vllm.report import paragraph
-from kvpolicy_vllm.spec import KVPolicyOffloadingManager, KVPolicyOffloadingSpec
+from kvpolicy_vllm.spec import IN_PROCESS, KVPolicyOffloadingSpec
 from kvpolicy_vllm.worker import KVPolicyWorker
 
 logger = init_logger(LOGGER)
@@ -66,6 +78,9 @@ def _use_our_spec(vllm_config: VllmConfig) -> None:
             raise VLLMConfigError(
                 f"{name} is {extra[name]!r}; KVPolicyConnector brings its own, so leave it out"
             )
+    parallel = vllm_config.parallel_config
+    executor = parallel.distributed_executor_backend
+    extra[IN_PROCESS] = parallel.world_size == 1 and executor in (None, "uni")
 
 
 class KVPolicyConnector(OffloadingConnector):
@@ -83,39 +98,30 @@ class KVPolicyConnector(OffloadingConnector):
     ) -> None:
         compat.check_vllm(logger)
         _use_our_spec(vllm_config)
+        translate.extra_config(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)
         self._failed_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()
         self._failed_jobs: set[int] = set()
         if self.connector_scheduler is not None:
             compat.check_attributes(self.connector_scheduler, "_jobs", "manager")
+        if self.connector_worker is not None:
+            compat.check_attributes(self.connector_worker, "_load_jobs", "spec")
 
     # The layout.
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """The decided layout by name, from the configuration alone; vLLM takes it as a wish."""
-        backend = compat.attention_backend(vllm_config)
-        model, cache = vllm_config.model_config, vllm_config.cache_config
-        try:
-            guess = kvpolicy.models.geometry_from_config(
-                model.hf_text_config.to_dict(),
-                block_size=cache.block_size,
-                dtype=translate.cache_dtype(vllm_config),
-            )
-        except kvpolicy.KVPolicyError as error:
-            layout = translate.engine_order(backend)
-            logger.warning(
-                "kvpolicy: asking for %s, a cache per layer, since no geometry can be told from "
-                "the model's config: %s",
-                layout.value,
-                error,
-            )
+        layout = _wish(vllm_config).layout
+        if compat.has_layout_names():
             return layout.value
-        context = translate.policy_context(
-            vllm_config, guess, backend, _instruction_set(vllm_config)
-        )
-        with kvpolicy.Connector(context) as deciding:
-            return deciding.decision.layout.value
+        return "HND" if layout.heads_first else "NHD"
+
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        """What vLLM 0.28 asks before it allocates; the decision, from the configuration alone."""
+        return _wish(self._vllm_config).cross_layer_blocks
 
     # The worker.
 
@@ -141,81 +147,137 @@ class KVPolicyConnector(OffloadingConnector):
         vLLM's own registration makes one opaque tensor of a slab, in which no layer could be
         certified, so it is not used.
         """
-        config, cache = self._vllm_config, self._kv_cache_config
-        spec = self.connector_worker.spec
-        context = self._context(kv_caches)
-        pool = kvpolicy.HostPool(spec.num_slots)
-        offload = kvpolicy.Connector(context, host=pool)  # which decides how long the rows are
-        pool_bytes = pool.row_stride * pool.num_slots
-        if pool_bytes > spec.capacity_bytes:
-            offload.close()
-            raise VLLMConfigError(
-                f"records of {offload.record_bytes:,} B in {pool.num_slots:,} slots need "
-                f"{pool_bytes:,} B, more than cpu_bytes_to_use={spec.capacity_bytes:,}; this is "
-                "a fault of the connector, please report it"
+        self._register(kv_caches, compat.resolved_layout(self._vllm_config))
+
+    def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
+        """What vLLM 0.28 calls instead, with one slab: each layer is a strided view of it."""
+        order = compat.slab_order(attn_backend)
+        views = kv_cache.permute([order.index(axis) for axis in "LBHNC"])
+        tensors = self._kv_cache_config.kv_cache_tensors
+        named = {
+            name: view
+            for view, tensor in zip(views, tensors, strict=True)
+            for name in tensor.shared_by
+        }
+        self._register(named, order)
+
+    def _register(self, kv_caches: Mapping[str, torch.Tensor], resolved: str) -> None:
+        config, rank = self._vllm_config, self._vllm_config.parallel_config.rank
+        backend = compat.attention_backend(config)
+        grid = translate.grid(config, backend.platform)
+        spec: KVPolicyOffloadingSpec = self.connector_worker.spec
+        wish, is_slab = _wish(config), kvpolicy.KVCacheLayout.parse(resolved).block_outermost
+        held = on_all_ranks(lambda: self._held(kv_caches))
+
+        def start() -> Mapping[str, Any]:
+            nonlocal offload
+            context = translate.policy_context(
+                config,
+                whole_geometry(held, grid),
+                backend,
+                _instruction_set(config),
+                resolved,
+                is_as_asked=wish.cross_layer_blocks == is_slab,
             )
-        self._check_own_pool(offload)
+            offload = kvpolicy.Connector(context)
+            return identity(offload)
+
+        offload: kvpolicy.Connector | None = None
+        check_agreement(on_all_ranks(start))
+        contents = self._contents(offload) if spec.pool.file else {}
+        pool = open_pool(spec.pool, rank, offload, contents)
+        offload.use_host(pool)
+        found = ""
+        if rank == 0 and isinstance(pool, kvpolicy.SharedHostPool):
+            found = forget_others(pool, offload.formats)
         # vLLM also lists layers that share another's cache; those are stored with their owner.
-        offload.register({n: t for n, t in kv_caches.items() if n in context.stage_layers})
-        if config.parallel_config.rank == 0:
-            resolved = config.cache_config.kv_cache_layout
-            logger.info("%s", paragraph(offload.explain(), resolved, pool.num_slots))
-            if len(cache.kv_cache_groups) == 1 and self._policy_of_failures() != "recompute":
-                logger.warning(
-                    "kvpolicy: kv_load_failure_policy is %r: a load that fails ends its request; "
-                    "set it to 'recompute' to compute such blocks again",
-                    self._policy_of_failures(),
-                )
+        _check_copy_engine(offload, kv_caches)
+        own = {n: t for n, t in kv_caches.items() if n in offload.context.stage_layers}
+        on_all_ranks(lambda: offload.register(own))
+        if rank == 0:
+            said = paragraph(
+                offload.explain(),
+                asked=wish.layout.value,
+                resolved=resolved,
+                asks_by_layout=compat.has_layout_names(),
+                fragments=offload.fragments,
+                pool=pool,
+                found=found,
+            )
+            logger.info("%s", said)
+            self._warn_of_failures()
         self.connector_worker._init_worker(offload)
 
-    def _context(self, kv_caches: dict[str, torch.Tensor]) -> kvpolicy.PolicyContext:
+    def _held(self, kv_caches: Mapping[str, torch.Tensor]) -> Held:
         config, cache = self._vllm_config, self._kv_cache_config
         group_ids = compat.offloading_group_ids(cache)
-        geometry = translate.geometry(
-            cache,
-            group_ids,
-            config.parallel_config.tensor_parallel_size,
-            config.model_config.get_total_num_kv_heads(),
-            translate.kernel_blocks(cache, group_ids, kv_caches),
-        )
-        return translate.policy_context(
-            config,
-            geometry,
-            compat.attention_backend(config),
-            _instruction_set(config),
-            config.cache_config.kv_cache_layout,
+        return Held(
+            machine=machine(),
+            num_blocks=cache.num_blocks,
+            stage=translate.stage(
+                cache,
+                group_ids,
+                config.parallel_config.tensor_parallel_size,
+                config.model_config.get_total_num_kv_heads(),
+                translate.kernel_blocks(cache, group_ids, kv_caches),
+            ),
         )
 
-    def _check_own_pool(self, offload: kvpolicy.Connector) -> None:
-        """Every rank has a pool of its own so far, which cannot hold what another rank wrote."""
-        context = offload.context
-        for name, spec in context.geometry.layers.items():
-            proof = kvpolicy.certify(spec, context.grid, context.layout)
-            shared = isinstance(proof, kvpolicy.Certificate) and proof.mapping(0).num_writers > 1
-            if context.canonical and shared:
-                raise VLLMConfigError(
-                    f"layer {name} is the same on several ranks, which would take turns to store "
-                    "it; this version of the connector has no pool for several ranks, so leave "
-                    "canonical_layout out or lower tensor_parallel_size"
-                )
+    def _contents(self, offload: kvpolicy.Connector) -> Mapping[str, str | int]:
+        """What the keys of a pool in a file mean, beside the format of their records."""
+        cache = self.connector_worker.spec.config.cache
+        groups = [",".join(group.layer_names) for group in offload.context.geometry.groups]
+        return {
+            **compat.key_meaning(self._vllm_config),
+            "tokens_per_hash": cache.tokens_per_hash,
+            "blocks_per_chunk": cache.blocks_per_chunk,
+            "groups": hashlib.sha256("\n".join(groups).encode()).hexdigest()[:16],
+        }
 
-    def _policy_of_failures(self) -> str:
-        return str(self._vllm_config.kv_transfer_config.kv_load_failure_policy)
+    def _warn_of_failures(self) -> None:
+        policy = str(self._vllm_config.kv_transfer_config.kv_load_failure_policy)
+        if policy != "recompute":
+            logger.warning(
+                "kvpolicy: kv_load_failure_policy is %r: a load that fails ends its request; set "
+                "it to 'recompute' to compute such blocks again",
+                policy,
+            )
+        if len(self._kv_cache_config.kv_cache_groups) > 1 and not compat.has_request_failures():
+            logger.warning(
+                "kvpolicy: vLLM %s cannot compute blocks of several cache groups again: a load "
+                "that fails three times ends the engine",
+                compat.vllm_version(),
+            )
 
     # Failures: kept out of vLLM's results, which it asserts to be good.
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """As vLLM's; failures are kept for the scheduler."""
+        loads = dict(self.connector_worker._load_jobs)
         finished = super().get_finished(finished_req_ids)
+        several = len(self._kv_cache_config.kv_cache_groups) > 1
         for failure in self._worker.take_failures():
             self._failed_jobs.add(failure.job_id)
-            self._failed_blocks |= failure.block_ids
-        if self._failed_blocks and len(self._kv_cache_config.kv_cache_groups) > 1:
-            raise VLLMTransferError(
-                "a load failed and the model has several cache groups, of which this version of "
-                "the connector cannot recompute blocks; see the warning above for why it failed"
-            )
+            if not failure.is_load:
+                continue
+            if not several:
+                self._failed_blocks |= failure.block_ids
+            elif compat.has_request_failures():
+                self._failed_requests.add(loads[failure.job_id])
+            else:
+                raise VLLMTransferError(
+                    f"a load failed ({failure.error}), and vLLM {compat.vllm_version()} has no "
+                    "way to compute blocks of several cache groups again; use vLLM 0.30 or newer, "
+                    "or start again without the connector"
+                )
         return finished
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """As vLLM's (0.30+), with the requests whose loads failed."""
+        results = super().get_transfer_results(finished_req_ids)
+        failed, self._failed_requests = self._failed_requests, set()
+        results.failed_recving.update(failed)
+        return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that loads should have filled and did not; each once."""
@@ -238,13 +300,14 @@ class KVPolicyConnector(OffloadingConnector):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """As vLLM's; chunks of failed jobs become misses first, or they would be hit again."""
         meta = connector_output.kv_connector_worker_meta
-        manager = self.scheduler.manager
+        scheduler = self.connector_scheduler
         if isinstance(meta, KVPolicyWorkerMetadata) and isinstance(
-            manager, KVPolicyOffloadingManager
+            scheduler.manager, KVPolicyOffloadingManager
         ):
             for job_id in meta.failed_jobs:
-                if (job := self.scheduler._jobs.get(job_id)) is not None:
-                    manager.mark_failed(job.keys)
+                # A job from before a reset is gone, and so are its chunks.
+                if (job := scheduler._jobs.get(job_id)) is not None:
+                    scheduler.manager.mark_failed(job_id, job.keys, is_store=job.is_store)
         super().update_connector_output(connector_output)
 
     # Metrics.
@@ -256,7 +319,43 @@ class KVPolicyConnector(OffloadingConnector):
         return super().build_prom_metrics(vllm_config, *args, **kwargs)
 
 
+def _check_copy_engine(offload: kvpolicy.Connector, kv_caches: Mapping[str, torch.Tensor]) -> None:
+    """Refuses caches on a device for which only the built-in host copy is there."""
+    names = [plugin.info.name for plugin in offload.plugins.having("transfer")]
+    device = next(iter(kv_caches.values())).device
+    if device.type != "cpu" and names == ["host-copy"]:
+        raise VLLMConfigError(
+            f"the caches lie on {device}, and the only transfer plugin is host-copy, which copies "
+            "between host memories; install a transfer plugin for that device, such as "
+            "kvpolicy-cuda"
+        )
+
+
 def _instruction_set(vllm_config: VllmConfig) -> translate.InstructionSet:
     return lambda block_size, head_size: compat.cpu_instruction_set(
         vllm_config, block_size, head_size
     )
+
+
+def _wish(vllm_config: VllmConfig) -> kvpolicy.LayoutDecision:
+    """The decision from the configuration alone, before vLLM has a cache."""
+    backend = compat.attention_backend(vllm_config)
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    try:
+        guess = kvpolicy.models.geometry_from_config(
+            model.hf_text_config.to_dict(),
+            block_size=cache.block_size,
+            dtype=translate.cache_dtype(vllm_config),
+        )
+    except kvpolicy.KVPolicyError as error:
+        layout = translate.engine_order(backend)
+        logger.warning(
+            "kvpolicy: asking for %s, a cache per layer, since no geometry can be told from the "
+            "model's config: %s",
+            layout.value,
+            error,
+        )
+        return kvpolicy.LayoutDecision(cross_layer_blocks=False, layout=layout)
+    context = translate.policy_context(vllm_config, guess, backend, _instruction_set(vllm_config))
+    with kvpolicy.Connector(context) as deciding:
+        return deciding.decision

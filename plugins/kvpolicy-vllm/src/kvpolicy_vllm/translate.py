@@ -7,8 +7,9 @@ parent class.
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import kvpolicy
@@ -18,6 +19,9 @@ from kvpolicy_vllm.errors import VLLMConfigError
 _HEADS = ("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec")
 _LATENT = ("MLAAttentionSpec",)
 _UNIFORM = "UniformTypeKVCacheSpecs"
+
+OPTIONS = ("cpu_bytes_to_use", "canonical_layout", "kvpolicy", "pool_file")
+"""The names of ``kv_connector_extra_config`` that are read here, beside vLLM's own."""
 
 LayerSpec = kvpolicy.AttentionSpec | kvpolicy.LatentSpec
 InstructionSet = Callable[[int, int], str]
@@ -33,14 +37,23 @@ def extra_config(vllm_config: Any) -> Mapping[str, Any]:
     """``kv_connector_extra_config``.
 
     Raises:
-        VLLMConfigError: a ``canonical_layout`` or ``kvpolicy`` of the wrong type.
+        VLLMConfigError: a ``canonical_layout``, ``kvpolicy`` or ``pool_file`` of the wrong type, or
+            a name that is nearly one of ours.
     """
     extra: Mapping[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
     canonical, options = extra.get("canonical_layout", False), extra.get("kvpolicy", {})
+    pool_file = extra.get("pool_file")
+    for name in extra:
+        if name not in OPTIONS and (meant := difflib.get_close_matches(name, OPTIONS, 1, 0.8)):
+            raise VLLMConfigError(
+                f"kv_connector_extra_config has no {name!r}; did you mean {meant[0]!r}?"
+            )
     if not isinstance(canonical, bool):
         raise VLLMConfigError(f"canonical_layout is true or false, not {canonical!r}")
     if not isinstance(options, Mapping):
         raise VLLMConfigError(f"kvpolicy is a mapping of options, not {options!r}")
+    if pool_file is not None and not (isinstance(pool_file, str) and pool_file):
+        raise VLLMConfigError(f"pool_file is the path of a file, not {pool_file!r}")
     return extra
 
 
@@ -51,12 +64,7 @@ def grid(vllm_config: Any, platform: str) -> kvpolicy.ParallelGrid:
         VLLMConfigError: parallelism that this version of the connector does not serve.
     """
     parallel = vllm_config.parallel_config
-    pp, dcp = parallel.pipeline_parallel_size, parallel.decode_context_parallel_size
-    pcp = parallel.prefill_context_parallel_size
-    if pp > 1:
-        raise VLLMConfigError(
-            f"pipeline_parallel_size is {pp}; this version of the connector serves 1"
-        )
+    dcp, pcp = parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
     if platform == "cpu" and dcp * pcp > 1:
         raise VLLMConfigError(
             "context parallelism on the CPU: its kernels permute values across the tokens of a "
@@ -64,6 +72,7 @@ def grid(vllm_config: Any, platform: str) -> kvpolicy.ParallelGrid:
         )
     return kvpolicy.ParallelGrid(
         tp=parallel.tensor_parallel_size,
+        pp=parallel.pipeline_parallel_size,
         dcp=dcp,
         pcp=pcp,
         cp_interleave=parallel.cp_kv_cache_interleave_size,
@@ -88,10 +97,11 @@ def layer_spec(
             f"vLLM's {kind} is not known to this connector; known: "
             f"{', '.join((*_HEADS, *_LATENT))}",
         )
-    if spec.tokens_per_state != 1 or spec.num_head_slots not in (None, spec.num_kv_heads):
+    tokens = tokens_per_state(spec)
+    if tokens != 1 or spec.num_head_slots not in (None, spec.num_kv_heads):
         return kvpolicy.Refusal(
             "packing-unknown",
-            f"the backend packs {spec.tokens_per_state} tokens into a state and "
+            f"the backend packs {tokens} tokens into a state and "
             f"{spec.num_kv_heads} heads into {spec.num_head_slots} slots; one each is possible",
         )
     padding = spec.page_size_bytes - spec.unpadded_page_size_bytes
@@ -154,14 +164,18 @@ def model_order(names: Iterable[str]) -> list[str]:
     return sorted(names, key=key)
 
 
-def geometry(
+Stage = Mapping[str, Mapping[str, LayerSpec | kvpolicy.Refusal]]
+"""Group name -> layer name -> its spec, of the layers that one rank holds."""
+
+
+def stage(
     kv_cache_config: Any,
     group_ids: Iterable[int],
     tp: int,
     model_kv_heads: int,
     kernel_blocks: Mapping[str, int],
-) -> kvpolicy.CacheGeometry:
-    """The model's cache.
+) -> Stage:
+    """What one rank's cache says of its layers, each as the whole model has it.
 
     Args:
         kv_cache_config: vLLM's, of one rank.
@@ -169,23 +183,48 @@ def geometry(
         tp: tensor-parallel ranks.
         model_kv_heads: as for `layer_spec`.
         kernel_blocks: layer name -> kernel block size in tokens.
+    """
+    found = {}
+    for group_id in group_ids:
+        specs = _specs_of(kv_cache_config.kv_cache_groups[group_id])
+        found[group_name(group_id)] = {
+            name: layer_spec(specs[name], tp, model_kv_heads, kernel_blocks.get(name))
+            for name in model_order(specs)
+        }
+    return found
+
+
+def geometry(stages: Sequence[Stage], num_blocks: int) -> kvpolicy.CacheGeometry:
+    """The model's cache.
+
+    Args:
+        stages: of one rank of each pipeline stage, in their order.
+        num_blocks: blocks of a rank's cache.
 
     Raises:
         CertificationError: layers that cannot be translated, one reason for each.
+        VLLMConfigError: a pipeline stage without layers to offload.
     """
+    groups: dict[str, list[str]] = {}
     layers: dict[str, LayerSpec] = {}
     refusals: dict[str, kvpolicy.Refusal] = {}
-    groups = []
-    for group_id in group_ids:
-        specs = _specs_of(kv_cache_config.kv_cache_groups[group_id])
-        names = model_order(specs)
-        groups.append(kvpolicy.LayerGroup(name=group_name(group_id), layer_names=names))
-        for name in names:
-            found = layer_spec(specs[name], tp, model_kv_heads, kernel_blocks.get(name))
+    counts = []
+    for number, held in enumerate(stages):
+        specs = {name: spec for group in held.values() for name, spec in group.items()}
+        for group, names in held.items():
+            groups.setdefault(group, []).extend(names)
+        for name in model_order(specs):
+            found = specs[name]
             if isinstance(found, kvpolicy.Refusal):
                 refusals[name] = found
             else:
                 layers[name] = found
+        if not specs:
+            raise VLLMConfigError(
+                f"pipeline stage {number} has no layer with a KV cache; lower "
+                "pipeline_parallel_size"
+            )
+        counts.append(len(specs))
     if refusals:
         count = len(refusals) + len(layers)
         raise kvpolicy.CertificationError(
@@ -193,10 +232,18 @@ def geometry(
             refusals,
         )
     return kvpolicy.CacheGeometry(
-        layers={name: layers[name] for name in model_order(layers)},
-        num_blocks=kv_cache_config.num_blocks,
-        groups=groups,
+        layers=layers,
+        num_blocks=num_blocks,
+        groups=[kvpolicy.LayerGroup(name=n, layer_names=names) for n, names in groups.items()],
+        stages=counts,
     )
+
+
+def tokens_per_state(spec: Any) -> Any:
+    """How many tokens one row of a page holds; vLLM 0.28 says it by the rows of a block."""
+    if hasattr(spec, "tokens_per_state"):
+        return spec.tokens_per_state
+    return spec.block_size / spec.storage_block_size
 
 
 def kernel_blocks(
@@ -214,29 +261,34 @@ def kernel_blocks(
     return found
 
 
-def capabilities(backend: Backend, latent: bool) -> kvpolicy.BackendCapabilities:
+def capabilities(
+    backend: Backend, latent: bool, only: kvpolicy.KVCacheLayout | None = None
+) -> kvpolicy.BackendCapabilities:
     """What the backend can address: from vLLM 0.29 on, exactly the layouts that it declares.
 
     Args:
-        backend: what vLLM says; one that declares no layouts takes all of them.
+        backend: what vLLM says; one that declares no layouts takes all that strides can say.
         latent: whether the model's caches are latents.
+        only: the layout that the engine has resolved against what was asked for.
     """
+    if only is not None:
+        taken = {only, only.slab} if only.block_outermost else {only}
+        return kvpolicy.BackendCapabilities(
+            name=backend.name, stride_aware=backend.stride_aware, layouts=taken
+        )
     if backend.platform == "cpu" and latent:
         # These kernels take one layout only, declare none, and crash in another (vLLM 0.32).
         return kvpolicy.BackendCapabilities(
             name=backend.name, stride_aware=False, layouts=frozenset({"LBHNC"})
         )
     return kvpolicy.BackendCapabilities(
-        name=backend.name, stride_aware=True, layouts=backend.layouts
+        name=backend.name, stride_aware=backend.stride_aware, layouts=backend.layouts
     )
 
 
 def engine_order(backend: Backend) -> kvpolicy.KVCacheLayout:
-    """The head/token order to ask for: HND, unless the backend declares NHD layouts only."""
-    names = backend.layouts
-    if names is not None and not any(name in ("LBHNC", "BLHNC", "BHLNC") for name in names):
-        return kvpolicy.KVCacheLayout.LBNHC
-    return kvpolicy.KVCacheLayout.LBHNC
+    """The head/token order to ask for: HND, unless the backend takes NHD layouts only."""
+    return kvpolicy.KVCacheLayout.LBNHC if backend.nhd else kvpolicy.KVCacheLayout.LBHNC
 
 
 def cache_dtype(vllm_config: Any) -> str:
@@ -270,6 +322,8 @@ def policy_context(
     backend: Backend,
     instruction_set: InstructionSet,
     layout: str | None = None,
+    *,
+    is_as_asked: bool = True,
 ) -> kvpolicy.PolicyContext:
     """Everything that policies may look at.
 
@@ -279,20 +333,23 @@ def policy_context(
         backend: the attention backend.
         instruction_set: asked on the CPU only.
         layout: the layout that the engine has resolved; None: not yet.
+        is_as_asked: whether that is what was decided; else it is all that the backend takes, and
+            the votes are cast anew.
 
     Raises:
         VLLMConfigError: settings that cannot be served.
         KVPolicyError: what kvpolicy itself refuses.
     """
     extra = extra_config(vllm_config)
+    resolved = kvpolicy.KVCacheLayout.parse(layout) if layout else None
     latent = any(isinstance(spec, kvpolicy.LatentSpec) for spec in cache.layers.values())
     return kvpolicy.PolicyContext(
         geometry=cache,
         grid=grid(vllm_config, backend.platform),
         rank=vllm_config.parallel_config.rank,
         canonical=extra.get("canonical_layout", False),
-        layout=kvpolicy.KVCacheLayout.parse(layout) if layout else engine_order(backend),
-        backend=capabilities(backend, latent),
+        layout=resolved or engine_order(backend),
+        backend=capabilities(backend, latent, None if is_as_asked else resolved),
         dtype=cache_dtype(vllm_config),
         encoding=encoding(backend, cache.layers, instruction_set),
         options={"kvpolicy": dict(extra.get("kvpolicy", {}))},

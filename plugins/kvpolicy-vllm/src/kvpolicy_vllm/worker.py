@@ -30,6 +30,7 @@ class _Job:
 
     is_load: bool
     pending: set[int] = attrs.field(factory=set)
+    retries: int = 0
     bytes: int = 0
     seconds: float = 0.0
     failed_blocks: set[int] = attrs.field(factory=set)
@@ -60,19 +61,26 @@ class KVPolicyWorker(OffloadingWorker):
         offload: the rank's connector, registered, with its host pool.
         groups: kvpolicy's group names in the order of vLLM's offloaded groups.
         blocks_per_chunk: blocks that vLLM's scheduler offloads together.
+        retries: how often a part of a load is tried again.
 
     vLLM asserts that every job succeeds, so every job is reported as done; what failed is kept
     for `take_failures`, by which the scheduler learns of it.
     """
 
     def __init__(
-        self, offload: kvpolicy.Connector, groups: Sequence[str], blocks_per_chunk: int
+        self,
+        offload: kvpolicy.Connector,
+        groups: Sequence[str],
+        blocks_per_chunk: int,
+        *,
+        retries: int = 0,
     ) -> None:
         self.offload = offload
+        self._retries = retries
         self._groups = tuple(groups)
         self._blocks_per_chunk = blocks_per_chunk
         self._jobs: dict[int, _Job] = {}
-        self._owners: dict[int, int] = {}  # kvpolicy's job id -> vLLM's
+        self._owners: dict[int, tuple[int, Part]] = {}  # kvpolicy's job id -> vLLM's, and what
         self._failures: list[Failure] = []
 
     def submit_store(
@@ -92,12 +100,15 @@ class KVPolicyWorker(OffloadingWorker):
 
     def wait(self, job_ids: set[int]) -> None:
         """Blocks until these jobs have ended; `get_finished` reports them."""
-        waited = [own for own, owner in self._owners.items() if owner in job_ids]
-        self._absorb(self.offload.wait(waited))
+        while waited := [own for own, (owner, _) in self._owners.items() if owner in job_ids]:
+            self._absorb(self.offload.wait(waited))  # which may try some again
 
     def shutdown(self) -> None:
         """Waits for what is under way and lets go of the pool."""
+        pool = self.offload.host
         self.offload.close()
+        if isinstance(pool, kvpolicy.SharedHostPool):
+            pool.close()
 
     def take_failures(self) -> list[Failure]:
         """The jobs that have failed since the last call, each once, after they were reported."""
@@ -131,19 +142,30 @@ class KVPolicyWorker(OffloadingWorker):
             else:
                 own = self.offload.store(part.block_ids, part.slots, group, keys=part.keys)
         except kvpolicy.KVPolicyError as error:
-            job.failed_blocks.update(part.block_ids.tolist() if job.is_load else ())
-            job.error = str(error)
+            if not self._try_again(job_id, job, part, str(error)):
+                job.failed_blocks.update(part.block_ids.tolist() if job.is_load else ())
+                job.error = str(error)
             return
         job.pending.add(own)
-        self._owners[own] = job_id
+        self._owners[own] = job_id, part
+
+    def _try_again(self, job_id: int, job: _Job, part: Part, error: str) -> bool:
+        """Starts a part of a failed load once more, where nobody else could make up for it."""
+        if not job.is_load or job.retries >= self._retries:
+            return False
+        job.retries += 1
+        logger.warning("kvpolicy: load of job %d is tried again after: %s", job_id, error)
+        self._start(job_id, job, part)
+        return True
 
     def _absorb(self, results: Sequence[kvpolicy.TransferResult]) -> None:
         for result in results:
-            job = self._jobs[self._owners.pop(result.job_id)]
+            job_id, part = self._owners.pop(result.job_id)
+            job = self._jobs[job_id]
             job.pending.discard(result.job_id)
             job.bytes += result.bytes
             job.seconds = max(job.seconds, result.seconds)  # groups of one job run side by side
-            if not result.ok:
+            if not result.ok and not self._try_again(job_id, job, part, result.error):
                 job.error = result.error
                 job.failed_blocks.update(result.failed_ids if job.is_load else ())
 
