@@ -799,3 +799,43 @@ def test_a_connector_that_is_collected_with_a_job_pending_keeps_no_slot() -> Non
     while pool.is_busy([1]) and time.monotonic() < deadline:
         pool.collect()
     assert finish(other, other.store([3], [1])).ok
+
+
+# A pool that comes after start-up.
+
+
+def late(blocks: int = 8) -> tuple[kv.Connector, dict[str, torch.Tensor]]:
+    """Two layers and no pool yet; caches full of ones."""
+    layers = {"a.0": SPEC, "a.1": SPEC}
+    geometry = kv.CacheGeometry(layers=layers, num_blocks=blocks)
+    connector = kv.Connector(kv.PolicyContext(geometry=geometry), [])
+    return connector, {n: torch.ones(blocks, 4, 8, dtype=torch.uint8) for n in layers}
+
+
+def test_a_pool_may_come_when_the_records_size_is_known() -> None:
+    connector, caches = late()
+    assert connector.host is None
+    assert connector.fragments == {}
+    pool = kv.HostPool(3, connector.record_bytes)
+    connector.use_host(pool)
+    with pytest.raises(kv.ClosedError, match="has a host pool"):
+        connector.use_host(pool)
+    connector.register(caches)
+    assert connector.fragments == {"latent": 2}
+    assert finish(connector, connector.store([0], [2])).ok
+    assert pool.rows[2, : 2 * PAGE].tolist() == [1] * (2 * PAGE)
+    connector.close()
+    assert pool.holds(2)  # it is the caller's, and still there
+    with pytest.raises(kv.ClosedError):
+        connector.use_host(pool)
+
+
+def test_a_pool_that_comes_too_late_or_is_too_short_is_refused() -> None:
+    connector, caches = late()
+    with pytest.raises(kv.PoolError, match="the pool's rows hold 63 B"):
+        connector.use_host(kv.HostPool(3, 63))
+    with pytest.raises(kv.OptionError, match="host is a HostPool"):
+        connector.use_host("3")
+    connector.register(caches)
+    with pytest.raises(kv.ClosedError, match="has registered its layers"):
+        connector.use_host(3)

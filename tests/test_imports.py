@@ -36,7 +36,9 @@ ROOMS = (
     "caches",
     "registration",
     "slots",
+    "hostmemory",
     "hostpool",
+    "sharedheader",
     "owners",
     "sharedfile",
     "sharedterms",
@@ -46,6 +48,7 @@ ROOMS = (
     "transfer",
     "hooks",
     "plugins",
+    "workers",
     "policies",
     "explain",
     "startup",
@@ -58,7 +61,7 @@ ROOMS = (
 )
 # They may use the public names of the package itself; nothing imports them but what is below.
 EDGES = ("cli", "testing", "__main__")
-# Where torch is imported when the module is; cli.engine makes the tensors of a simulated engine.
+# Where torch is imported when the module is; in the command line, where tensors are made.
 TORCH = {
     "caches",
     "registration",
@@ -67,11 +70,15 @@ TORCH = {
     "plan",
     "transfer",
     "connector",
+    "cli.bench_cases",
+    "cli.bench_measure",
     "cli.engine",
 }
 # What the distribution declares, and what only the kit for plugin authors may ask for.
 DEPENDENCIES = {"attrs", "numpy", "pluggy", "rich", "torch"}
 TESTING_DEPENDENCIES = {"hypothesis", "pytest"}
+# What one module may ask for, of the extra "plot".
+PLOT, PLOT_DEPENDENCIES = "cli.bench_plot", {"matplotlib"}
 
 
 @attrs.frozen
@@ -240,6 +247,8 @@ def test_only_declared_dependencies_are_imported(name):
     allowed = {*sys.stdlib_module_names, "kvpolicy", *DEPENDENCIES}
     if room(name) == "testing":
         allowed |= TESTING_DEPENDENCIES
+    if name == PLOT:
+        allowed |= PLOT_DEPENDENCIES
     assert {found.top for found in MODULES[name]} - allowed == set()  # no vLLM, no plugin
 
 

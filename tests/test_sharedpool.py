@@ -11,6 +11,7 @@ import json
 import mmap
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -23,9 +24,10 @@ import torch
 import kvpolicy as kv
 from kvpolicy import sharedterms
 from kvpolicy.identity import GroupFormat
-from kvpolicy.owners import Owner
+from kvpolicy.owners import MAX_OWNERS, Owner, owners_of
 from kvpolicy.records import Topology
-from kvpolicy.sharedfile import MAX_OWNERS, PREFIX, VERSION
+from kvpolicy.sharedfile import PREFIX
+from kvpolicy.sharedheader import VERSION
 from kvpolicy.sharedslots import MAX_BUSY
 from kvpolicy.sharedterms import stored_key
 
@@ -228,7 +230,8 @@ def test_a_pool_of_another_version_is_left_alone(tmp_path: Path) -> None:
         raw = bytearray(path.read_bytes())
         raw[8] = VERSION + 1
         (tmp_path / f"{PREFIX}new").write_bytes(raw)
-    with pytest.raises(kv.PoolError, match=r"differs in version \(the pool's 2, this process's 1"):
+    words = rf"differs in version \(the pool's {VERSION + 1}, this process's {VERSION}\);"
+    with pytest.raises(kv.PoolError, match=words):
         make(tmp_path, "new")
     assert kv.SharedHostPool.sweep(tmp_path) == []
     assert files(tmp_path) == ["new"]
@@ -342,13 +345,18 @@ def test_a_key_without_stable_bytes_is_refused(pool: kv.SharedHostPool, key: obj
     assert not pool.is_busy([0])
 
 
-def test_keys_that_differ_have_digests_that_differ(pool: kv.SharedHostPool) -> None:
+def test_keys_that_differ_are_stored_as_keys_that_differ(pool: kv.SharedHostPool) -> None:
     keys = ["1", b"1", 1, -1, (1,), ("1",), (1, 1), ((1,), 1), ("a", "b"), ("ab",), ("a:1", ""), ()]
     assert len({stored_key(key) for key in keys}) == len(keys)
     store(pool, 0, ("hash", b"\xff", 2**70))
     read(pool, 0, ("hash", b"\xff", 2**70))
-    with pytest.raises(kv.PoolError, match=r"holds record \(sha256 \w{16}\), this load wants 'x'"):
+    held = re.escape(f"holds record ('hash', b'\\xff', {2**70}), this load wants 'x'")
+    with pytest.raises(kv.PoolError, match=held):
         read(pool, 0, "x")
+    store(pool, 1, b"y" * 61)  # its encoded form is one byte too long to be kept whole
+    read(pool, 1, b"y" * 61)
+    with pytest.raises(kv.PoolError, match=r"holds record \(sha256 \w{16}\), .* wants b'y{60}'$"):
+        read(pool, 1, b"y" * 60)
 
 
 def test_two_owners_in_one_process_see_one_another(pool: kv.SharedHostPool) -> None:
@@ -398,7 +406,7 @@ def test_limits_of_the_file_are_errors_that_mark_nothing(
 
 
 def test_too_many_owners_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpolicy.sharedslots.MAX_OWNERS", 2)
+    monkeypatch.setattr("kvpolicy.owners.MAX_OWNERS", 2)
     assert MAX_OWNERS > 2
     with make(tmp_path), make(tmp_path):
         with pytest.raises(kv.PoolError, match="at most 2 owners have a pool open at once"):
@@ -450,12 +458,20 @@ def test_an_owner_is_its_process_and_not_only_its_id() -> None:
     me = Owner.current()
     assert Owner.unpack(me.pack()) == me
     assert Owner.unpack(bytes(40)) is None
-    assert me.is_alive()
-    assert not Owner(me.pid, me.started + 1, me.namespace, me.boot).is_alive()
-    assert not Owner(me.pid, me.started, me.namespace, bytes(15) + b"x").is_alive()
-    assert not Owner(2**22 + 1, me.started, me.namespace, me.boot).is_alive()
-    # What an id means in another container is not known here.
-    assert Owner(2**22 + 1, me.started, me.namespace + 1, me.boot).is_alive()
+    others = [
+        Owner(me.pid, me.started + 1, me.namespace, me.boot),
+        Owner(2**22 + 1, me.started, me.namespace, me.boot),
+    ]
+    # What an id means in another container or boot is not known here; its lock tells.
+    elsewhere = [
+        Owner(me.pid, me.started, me.namespace + 1, me.boot),
+        Owner(me.pid, me.started, me.namespace, bytes(15) + b"x"),
+    ]
+    for locked in (True, False):
+        assert me.is_alive(lambda: locked)  # noqa: B023  asked at once
+        assert [other.is_alive(lambda: locked) for other in others] == [False, False]  # noqa: B023
+        assert [one.is_alive(lambda: locked) for one in elsewhere] == [locked] * 2  # noqa: B023
+    assert [one.is_here() for one in (me, *others, *elsewhere)] == [True] * 3 + [False] * 2
 
 
 def test_without_proc_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -592,7 +608,7 @@ def test_a_killed_process_reads_no_more_and_its_number_goes_to_another(
     assert second.says() == "loading"
     with pytest.raises(kv.PoolError, match=r"slot 0 is being read by 1 pending load"):
         store(pool, 0)
-    assert len(pool._table.file.owners()) == 2
+    assert len(owners_of(pool._table.file.fd)) == 2
     second.kill()
     store(pool, 0)
 
@@ -756,3 +772,20 @@ def test_huge_pages_are_asked_for_and_not_insisted_on(
     monkeypatch.delattr("kvpolicy.sharedpool.mmap.MADV_HUGEPAGE")
     with make(tmp_path) as pool:
         assert isinstance(pool.rows, torch.Tensor)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_pool_is_found_by_its_name(tmp_path, keep):
+    sizes = {"nonce": "an engine", "keep": keep, "contents": {"model": "a"}, "max_ranks": 3}
+    with kv.SharedHostPool("found", 4, 100, directory=tmp_path, **sizes) as pool:
+        address = kv.PoolAddress.find("found", directory=tmp_path, keep=keep)
+        assert address == pool.address()
+        with address.open() as other:
+            assert other.rows.data_ptr() != pool.rows.data_ptr()
+            pool.rows[2, 5] = 7
+            assert other.rows[2, 5] == 7
+    with pytest.raises(kv.PoolError, match="there is no pool"):
+        kv.PoolAddress.find("lost", directory=tmp_path, keep=keep)
+    (tmp_path / "text").write_text("no pool" * 1000)
+    with pytest.raises(kv.PoolError, match="no pool that this version can read"):
+        kv.PoolAddress.find("text", directory=tmp_path, keep=True)

@@ -38,10 +38,12 @@ from kvpolicy.errors import (
 from kvpolicy.geometry import CacheGeometry, LayerGroup
 from kvpolicy.grid import ParallelGrid, Rank
 from kvpolicy.hooks import hookimpl
+from kvpolicy.identity import GroupFormat
 from kvpolicy.layout import KVCacheLayout
 from kvpolicy.pages import StridedPage
 from kvpolicy.plugins import PluginInfo, PluginSet, load_plugins, select
 from kvpolicy.slabs import slab_obstacle
+from kvpolicy.slots import StoredRecord
 from kvpolicy.specs import AttentionSpec, LatentSpec, StateSpec
 
 if TYPE_CHECKING:
@@ -90,6 +92,7 @@ __all__ = [
     "DuplicatePluginError",
     "FormatMismatchError",
     "GeometryError",
+    "GroupFormat",
     "HostPool",
     "KVCacheLayout",
     "KVCaches",
@@ -119,6 +122,7 @@ __all__ = [
     "SlabPlacement",
     "Span",
     "StateSpec",
+    "StoredRecord",
     "StridedPage",
     "TransferHandle",
     "TransferJob",

@@ -6,16 +6,17 @@ one process; `kvpolicy.sharedpool` has the pool that several processes share.
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Iterable, Mapping
 
-import numpy as np
 import torch
 
-from kvpolicy.errors import OptionError, PoolError
+from kvpolicy.errors import BlockIdError, OptionError, PoolError
+from kvpolicy.hostmemory import allocate, page_bytes
 from kvpolicy.identity import GroupFormat
 from kvpolicy.records import Topology
-from kvpolicy.slots import Keys, Ledger, LocalTable, Sources
+from kvpolicy.slots import Keys, Ledger, LocalTable, Sources, StoredRecord
 from kvpolicy.words import shown
 
 MAX_POOL_BYTES = 2**44
@@ -34,7 +35,8 @@ class HostPool:
         OptionError: sizes that cannot be.
         PoolError: not enough memory.
 
-    Thread-safe. Memory is zeroed and, where the system does so, taken as it is touched.
+    Thread-safe. Memory is zeroed, in huge pages where the system gives them, and taken as it is
+    touched.
     """
 
     def __init__(
@@ -76,22 +78,26 @@ class HostPool:
             )
         return self._rows
 
+    @property
+    def page_bytes(self) -> int | None:
+        """The page size of the memory that was touched; None where the system does not tell."""
+        rows = self.rows
+        return page_bytes(rows.data_ptr(), rows.numel())
+
     def _allocate(self, record_bytes: int) -> None:
         self.record_bytes = record_bytes
         total = self.num_slots * self.row_stride
         try:
             if total > MAX_POOL_BYTES:
                 raise MemoryError
-            memory = np.zeros(total + self.alignment, dtype=np.uint8)
+            memory = allocate(total, self.alignment)
         except MemoryError:
             self.record_bytes = 0
             raise PoolError(
                 f"no memory for {self.num_slots:,} slots of {record_bytes:,} B "
                 f"({total / 2**30:,.1f} GiB); lower the number of slots"
             ) from None
-        start = -memory.ctypes.data % self.alignment
-        rows = memory[start : start + total].reshape(self.num_slots, self.row_stride)
-        self._rows = torch.from_numpy(rows)
+        self._rows = torch.from_numpy(memory.reshape(self.num_slots, self.row_stride))
 
     def join(self, record_bytes: int, collect: Collect) -> None:
         """Joins a connector whose largest record has ``record_bytes``.
@@ -132,6 +138,27 @@ class HostPool:
     def is_busy(self, slots: Iterable[int]) -> bool:
         """Whether some slot is being written or read."""
         return self._ledger.is_busy(slots)
+
+    def records(self) -> list[StoredRecord]:
+        """What the slots hold, in order; those of which a load would find nothing are left out.
+
+        It is what they held at one moment; a load says for itself whether it still is so.
+        """
+        return self._ledger.records()
+
+    def forget(self, slots: Iterable[int] | None = None) -> None:
+        """What these slots hold no longer counts: a load finds that they hold nothing.
+
+        Nobody is disturbed: a load under way ends as it would have, and a slot that is being
+        written stays closed to others until that store ends, but holds nothing then either.
+
+        Args:
+            slots: the rows; None: all.
+
+        Raises:
+            BlockIdError: a slot that the pool does not have.
+        """
+        self._ledger.forget(None if slots is None else _rows_of(slots, self.num_slots))
 
     def begin_store(
         self,
@@ -204,6 +231,20 @@ class HostPool:
         return self._ledger.begin_load(slots, fmt, topology, sources, keys, element)
 
 
+def _rows_of(slots: Iterable[int], num_slots: int) -> list[int]:
+    try:
+        given = list(slots)
+        if any(isinstance(slot, bool) for slot in given):
+            raise TypeError("True and False are not numbers")
+        found = [operator.index(slot) for slot in given]
+    except TypeError as error:
+        raise BlockIdError(f"slots are a sequence of integers: {error}") from None
+    for slot in found:
+        if not 0 <= slot < num_slots:
+            raise BlockIdError(f"slot {slot} is out of range; possible: 0 to {num_slots - 1}")
+    return found
+
+
 def check_sizes(kind: str, sizes: Mapping[str, object]) -> None:
     """Refuses sizes that cannot be.
 
@@ -218,13 +259,13 @@ def check_sizes(kind: str, sizes: Mapping[str, object]) -> None:
         raise OptionError(f"{kind} alignment is a power of two, not {alignment}")
 
 
-def as_pool(host: HostPool | int | None) -> HostPool | None:
-    """The connector's ``host`` argument: a pool, a number of slots, or nothing.
+def as_pool(host: HostPool | int) -> HostPool:
+    """The connector's ``host`` argument: a pool, or a number of slots.
 
     Raises:
         OptionError: something else.
     """
-    if host is None or isinstance(host, HostPool):
+    if isinstance(host, HostPool):
         return host
     if isinstance(host, bool) or not isinstance(host, int):
         raise OptionError(f"host is a HostPool, a number of slots or None, not {shown(host)}")

@@ -1,8 +1,10 @@
-"""The file behind a shared pool: made by one process, joined by others, removed by the last.
+"""The file behind a shared pool: made by one process and joined by others.
+
+The last one removes it, unless it is kept: then it stays, and the next engine takes it over.
 
 One lock on the file guards everything, its making and removing too. It is a lock of an open file,
 so it also keeps apart two pools of one process, and the kernel releases it when its holder dies.
-The file is empty until its maker holds the lock, and without its first bytes until the maker is
+The file is empty until its maker holds the lock, and says that it is being made until that is
 done: whoever gets the lock on such a file makes it anew.
 """
 
@@ -14,80 +16,19 @@ import fcntl
 import mmap
 import os
 import stat
-import struct
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
-import attrs
-
+from kvpolicy import sharedheader as header
 from kvpolicy.errors import PoolError
-from kvpolicy.owners import Owner
-from kvpolicy.words import shown
+from kvpolicy.owners import OWNERS_END, Owner, live_owners
+from kvpolicy.sharedheader import HEADER_BYTES, MAGIC, MAKING, VERSION, PoolShape
 
-VERSION = 1
 PREFIX = "kvpolicy-pool-"
-MAX_NONCE_BYTES = 512
-MAX_OWNERS = 256
-_MAGIC = b"KVPOOL\r\n"
-_HEADER = struct.Struct("<8sIIQQQQI")  # the nonce's bytes follow
-_OWNERS_AT, _OWNER_BYTES = 4096, 64
-BODY_AT = _OWNERS_AT + MAX_OWNERS * _OWNER_BYTES
-
-
-@attrs.frozen(kw_only=True)
-class PoolShape:
-    """What everyone who opens a pool must agree on.
-
-    Attributes:
-        num_slots, record_bytes, alignment: as of the pool.
-        max_ranks: world ranks that may store, from 0.
-        nonce: names the engine whose pool it is.
-        size: bytes of the file.
-        version: of the file's layout.
-    """
-
-    num_slots: int
-    record_bytes: int
-    alignment: int
-    max_ranks: int
-    nonce: str
-    size: int
-    version: int = VERSION
-
-    def pack(self) -> bytes:
-        """The header, with the first bytes that say that the file is whole."""
-        nonce = self.nonce.encode()
-        numbers = self.num_slots, self.record_bytes, self.alignment, self.size, len(nonce)
-        return _HEADER.pack(_MAGIC, self.version, self.max_ranks, *numbers) + nonce
-
-    @classmethod
-    def unpack(cls, raw: bytes) -> PoolShape | None:
-        """The shape that a header says, None if the file was never finished."""
-        if len(raw) < _HEADER.size or not raw.startswith(_MAGIC):
-            return None
-        _, version, ranks, slots, record, alignment, size, length = _HEADER.unpack_from(raw)
-        nonce = raw[_HEADER.size : _HEADER.size + min(length, MAX_NONCE_BYTES)]
-        return cls(
-            num_slots=slots,
-            record_bytes=record,
-            alignment=alignment,
-            max_ranks=ranks,
-            nonce=nonce.decode(errors="replace"),
-            size=size,
-            version=version,
-        )
-
-    def differences(self, wanted: PoolShape) -> list[str]:
-        """What differs from what a joining process wants, each in words."""
-        names = ["version"]  # of another version nothing else can be told
-        if self.version == wanted.version:
-            names += ["num_slots", "record_bytes", "alignment", "max_ranks", "nonce"]
-        return [
-            f"{name} (the pool's {shown(mine)}, this process's {shown(theirs)})"
-            for name in names
-            if (mine := getattr(self, name)) != (theirs := getattr(wanted, name))
-        ]
+BODY_AT = OWNERS_END
+Opened = Literal["made", "joined", "reopened"]
 
 
 class PoolFile:
@@ -96,42 +37,57 @@ class PoolFile:
     Args:
         path: where it lies.
         shape: what it must be.
-        create: whether to make it where it is not there.
+        keep: whether it outlives those who have it open.
+        create: whether to make it where it is not there, or take it over where nobody has it.
         enter: called while the lock is held and the file is mapped, before anyone can remove it.
 
     Raises:
         PoolError: another pool, no room for it, none to be joined, or a file that is not ours.
+
+    Attributes:
+        opened: how.
+        fd: of an open file that is this owner's alone, though threads share it.
     """
 
     def __init__(
-        self, path: Path, shape: PoolShape, *, create: bool, enter: Callable[[PoolFile], None]
+        self,
+        path: Path,
+        shape: PoolShape,
+        *,
+        keep: bool,
+        create: bool,
+        enter: Callable[[PoolFile], None],
     ) -> None:
-        self.path, self.shape = path, shape
+        self.path, self.shape, self.keep = path, shape, keep
         self._thread_lock = threading.Lock()
+        self._boot = Owner.current().boot
         try:
-            self._fd = self._open(create)
+            self.fd, self.opened = self._open(create)
         except OSError as error:
             raise PoolError(f"cannot open the pool {path}: {error.strerror}") from None
         try:
             # Of an open file of its own: a mapping keeps its file open, and with it would keep the
             # lock of a parent that dies for as long as a forked child lives.
-            other = _again(self._fd)
+            other = _again(self.fd)
             try:
                 self.map = mmap.mmap(other, shape.size)
             except OSError as error:
                 raise PoolError(f"cannot map the pool {path}: {error.strerror}") from None
             finally:
                 os.close(other)
-            enter(self)
+            try:
+                enter(self)
+            except OSError as error:
+                raise PoolError(f"cannot open the pool {path}: {error.strerror}") from None
         except BaseException:
-            if not has_live_owner(self._fd):
+            if (not keep or self.opened == "made") and not live_owners(self.fd):
                 self.remove()
-            os.close(self._fd)
+            os.close(self.fd)
             raise
-        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        fcntl.flock(self.fd, fcntl.LOCK_UN)
 
-    def _open(self, create: bool) -> int:
-        """A descriptor of a whole file that nobody has removed, with the lock held."""
+    def _open(self, create: bool) -> tuple[int, Opened]:
+        """A descriptor of a whole file that nobody has removed, with the lock held, and how."""
         while True:
             fd = _opened(self.path, create)
             kept = False
@@ -141,31 +97,76 @@ class PoolFile:
                 fcntl.flock(fd, fcntl.LOCK_EX)
                 if not _is_at(fd, self.path):
                     continue  # removed while we waited
-                found = PoolShape.unpack(os.pread(fd, _OWNERS_AT, 0))
-                if found is None or (found.version == VERSION and not has_live_owner(fd)):
-                    # Never finished, or nobody is left. Whoever may still look at that file is to
-                    # keep it, so ours is another one.
-                    if os.fstat(fd).st_size or not create:
-                        self.path.unlink()
-                        continue
-                    self._make(fd)
-                elif differences := found.differences(self.shape):
-                    raise PoolError(
-                        f"the pool {self.path} is another one; it differs in "
-                        f"{', '.join(differences)}; give each engine's pool a name of its own"
-                    )
-                elif os.fstat(fd).st_size != self.shape.size:
+                settle = self._settle_kept if self.keep else self._settle
+                opened = settle(fd, create)
+                if opened is None:
+                    continue
+                if opened != "made" and os.fstat(fd).st_size != self.shape.size:
                     raise PoolError(f"the pool {self.path} was cut short; remove it")
                 kept = True
-                return fd
+                return fd, opened
             finally:
                 if fd is not None and not kept:
                     os.close(fd)
+
+    def _settle(self, fd: int, create: bool) -> Opened | None:
+        """Makes or joins the file; None: it was removed, look again."""
+        found = PoolShape.unpack(os.pread(fd, HEADER_BYTES, 0))
+        if found is None or (found.version == VERSION and not live_owners(fd)):
+            # Never finished, or nobody is left. Whoever may still look at that file is to keep
+            # it, so ours is another one.
+            if os.fstat(fd).st_size or not create:
+                self.path.unlink()
+                return None
+            self._make(fd)
+            return "made"
+        self._check(found, "give each engine's pool a name of its own", nonce=True)
+        return "joined"
+
+    def _settle_kept(self, fd: int, create: bool) -> Opened:
+        """Makes, joins or takes over the file, which is left as it is when it is refused."""
+        page = os.pread(fd, HEADER_BYTES, 0)
+        found = PoolShape.unpack(page)
+        if found is None and page and not page.startswith(MAKING):
+            raise PoolError(
+                f"{self.path} is no pool, and is left as it is; choose another name, or remove it"
+            )
+        what_to_do = "give this engine another file, or remove that one"
+        if found and found.version != VERSION:
+            self._check(found, what_to_do, nonce=False)
+        owner = next(iter(live_owners(fd).values()), None) if found else None
+        if not owner and not create:
+            raise PoolError(
+                f"nobody has the pool {self.path} open any more, so there is none to join; "
+                "a SharedHostPool with keep=True takes it over"
+            )
+        if found is None:
+            os.ftruncate(fd, 0)  # nobody has mapped what was never finished
+            self._make(fd)
+            return "made"
+        if owner and found.nonce != self.shape.nonce:
+            where = "" if owner.is_here() else " of another container"
+            raise PoolError(
+                f"the pool {self.path} is in use by another engine (process {owner.pid}{where}), "
+                "and serves one at a time; give this engine another file, or wait until that one "
+                "has ended"
+            )
+        self._check(found, what_to_do, nonce=False)
+        return "joined" if owner else "reopened"
+
+    def _check(self, found: PoolShape, what_to_do: str, *, nonce: bool) -> None:
+        if differences := found.differences(self.shape, nonce=nonce):
+            raise PoolError(
+                f"the pool {self.path} is another one; it differs in {', '.join(differences)}; "
+                f"{what_to_do}"
+            )
 
     def _make(self, fd: int) -> None:
         """Takes the room, so that none of it is missing when it is written, then the header."""
         sweep(self.path.parent)
         size = self.shape.size
+        os.pwrite(fd, MAKING, 0)
+        self._settle_on_disk(fd)
         try:
             os.posix_fallocate(fd, 0, size)
         except OSError as error:
@@ -178,9 +179,14 @@ class PoolFile:
                 f"({free.f_bavail * free.f_frsize / 2**30:,.2f} GiB free); lower the number of "
                 "slots, or give that file system more"
             ) from None
-        header = self.shape.pack()
-        os.pwrite(fd, header[len(_MAGIC) :], len(_MAGIC))
-        os.pwrite(fd, _MAGIC, 0)
+        os.pwrite(fd, self.shape.pack(self._boot), 0)
+        self._settle_on_disk(fd)
+        os.pwrite(fd, MAGIC, 0)
+
+    def _settle_on_disk(self, fd: int) -> None:
+        """What comes later does not reach the disk before what came until now."""
+        if self.keep:
+            os.fsync(fd)
 
     @contextlib.contextmanager
     def locked(self, *, blocking: bool = True) -> Iterator[None]:
@@ -193,56 +199,82 @@ class PoolFile:
         if not lock.acquire(blocking=blocking):
             raise PoolError(f"the pool {self.path} is in use by another thread")
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            fcntl.flock(self.fd, fcntl.LOCK_EX)
             try:
                 yield
             finally:
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
+                fcntl.flock(self.fd, fcntl.LOCK_UN)
         finally:
             lock.release()
 
     def reopen(self) -> None:
-        """In a forked child: another open file, since the parent's lock would be shared."""
+        """In a forked child: another open file, since the parent's locks would be shared."""
         self._thread_lock = threading.Lock()
-        parents, self._fd = self._fd, _again(self._fd)
+        parents, self.fd = self.fd, _again(self.fd)
         os.close(parents)
 
     def close(self) -> None:
         """Closes the descriptor, once; the mapping goes when nobody looks at it any more."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
         with contextlib.suppress(BufferError):
             self.map.close()
 
     # Only while locked.
 
-    def is_removed(self) -> bool:
-        """Whether the file has no name any more."""
-        return os.fstat(self._fd).st_nlink == 0
+    def has_ended(self) -> bool:
+        """Whether the last one has left it, or another engine has it by now."""
+        if self.keep:
+            closed = header.open_since(self.map) is None
+            return closed or header.nonce_of(self.map) != self.shape.nonce
+        return os.fstat(self.fd).st_nlink == 0
 
     def remove(self) -> None:
         """Takes the name away, where it is still this file's."""
-        if _is_at(self._fd, self.path):
+        if _is_at(self.fd, self.path):
             self.path.unlink()
 
-    def owners(self) -> dict[int, Owner]:
-        """Number -> owner, dead ones too."""
-        return _owners(self._fd)
+    def torn(self) -> str:
+        """Why what it holds may be half written, "" if it is not."""
+        boot = header.open_since(self.map)
+        if boot is None or (boot == self._boot and any(boot)):
+            return ""
+        if any(boot) and any(self._boot):
+            return (
+                "the machine was restarted while the pool was open, and what was written last may "
+                "not have reached the disk"
+            )
+        return "it was not closed, and the system does not say whether it was restarted since"
 
-    def owner(self, number: int) -> Owner | None:
-        """The owner of that number."""
-        at = _OWNERS_AT + number * _OWNER_BYTES
-        return Owner.unpack(self.map[at : at + _OWNER_BYTES])
+    def take(self) -> None:
+        """It is this engine's from now on, and open; on the disk before anything else changes."""
+        header.take(self.map, self.shape.nonce, self._boot)
+        self.flush(BODY_AT)
 
-    def set_owner(self, number: int, owner: Owner | None) -> None:
-        """Enters an owner, or takes it out; one that dies meanwhile was not entered."""
-        at = _OWNERS_AT + number * _OWNER_BYTES
-        self.map[at : at + 8] = bytes(8)
-        if owner:
-            raw = owner.pack()
-            self.map[at + 8 : at + len(raw)] = raw[8:]
-            self.map[at : at + 8] = raw[:8]
+    def settle(self) -> None:
+        """All of it is on the disk, which then says so.
+
+        Raises:
+            PoolError: the disk refuses it.
+        """
+        self.flush()
+        header.close(self.map)
+        self.flush(BODY_AT)
+
+    def flush(self, size: int = 0) -> None:
+        """Writes the first bytes (0: all of them) to the disk.
+
+        Raises:
+            PoolError: the disk refuses it.
+        """
+        try:
+            self.map.flush(0, size or len(self.map))
+        except OSError as error:
+            raise PoolError(
+                f"the pool {self.path} cannot be written to its disk ({error.strerror}); what it "
+                "holds counts until the machine restarts"
+            ) from None
 
 
 def _opened(path: Path, create: bool) -> int | None:
@@ -276,17 +308,6 @@ def _again(fd: int) -> int:
     return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
 
 
-def _owners(fd: int) -> dict[int, Owner]:
-    raw = os.pread(fd, MAX_OWNERS * _OWNER_BYTES, _OWNERS_AT)
-    found = {n: Owner.unpack(raw[n * _OWNER_BYTES :]) for n in range(len(raw) // _OWNER_BYTES)}
-    return {number: owner for number, owner in found.items() if owner}
-
-
-def has_live_owner(fd: int) -> bool:
-    """Whether some process that still runs has the pool open."""
-    return any(owner.is_alive() for owner in _owners(fd).values())
-
-
 def sweep(directory: Path) -> list[str]:
     """Removes the pools of that directory whose owners are all dead; returns their names.
 
@@ -303,8 +324,8 @@ def sweep(directory: Path) -> list[str]:
         try:
             # Who holds the lock lives, and a file being made is locked until it has an owner.
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            found = PoolShape.unpack(os.pread(fd, _OWNERS_AT, 0))
-            if found and (found.version != VERSION or has_live_owner(fd)):
+            found = PoolShape.unpack(os.pread(fd, HEADER_BYTES, 0))
+            if found and (found.version != VERSION or live_owners(fd)):
                 continue
             if _is_at(fd, path):
                 path.unlink()

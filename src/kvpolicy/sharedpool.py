@@ -22,7 +22,15 @@ import torch
 from kvpolicy.errors import ClosedError, OptionError, PoolError
 from kvpolicy.grid import MAX_RANKS
 from kvpolicy.hostpool import MAX_POOL_BYTES, HostPool, check_sizes
-from kvpolicy.sharedfile import MAX_NONCE_BYTES, PREFIX, PoolShape, sweep
+from kvpolicy.sharedfile import PREFIX, Opened, sweep
+from kvpolicy.sharedheader import (
+    HEADER_BYTES,
+    MAX_NONCE_BYTES,
+    VERSION,
+    Contents,
+    PoolShape,
+    checked_contents,
+)
 from kvpolicy.sharedslots import SharedTable, slots_size
 from kvpolicy.slots import Ledger
 from kvpolicy.words import shown
@@ -30,13 +38,22 @@ from kvpolicy.words import shown
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
+def _path(directory: str, name: str, *, keep: bool) -> Path:
+    return Path(directory) / (name if keep else f"{PREFIX}{name}")
+
+
+def _as_dict(contents: Contents) -> Contents:
+    """A copy that can be pickled."""
+    return dict(contents)
+
+
 @attrs.frozen(kw_only=True)
 class PoolAddress:
     """What another process of the node needs in order to open a pool; can be pickled.
 
     Attributes:
-        name, num_slots, record_bytes, nonce, directory, alignment, max_ranks: as `SharedHostPool`
-            takes them.
+        name, num_slots, record_bytes, nonce, directory, alignment, max_ranks, keep, contents: as
+            `SharedHostPool` takes them.
     """
 
     name: str
@@ -46,12 +63,48 @@ class PoolAddress:
     directory: str
     alignment: int
     max_ranks: int
+    keep: bool = False
+    contents: Contents = attrs.field(factory=dict, converter=_as_dict, hash=False)
 
-    def open(self) -> SharedHostPool:
-        """Joins the pool; never makes it.
+    @classmethod
+    def find(
+        cls, name: str, *, directory: str | os.PathLike[str] = "/dev/shm", keep: bool = False
+    ) -> PoolAddress:
+        """The address of a pool that some process has made, as its file says it.
+
+        Args:
+            name: the pool's.
+            directory: where it lies.
+            keep: whether it is a kept one.
 
         Raises:
-            PoolError: it is gone, or another one.
+            PoolError: there is none.
+        """
+        path = _path(os.fsdecode(directory), name, keep=keep)
+        try:
+            with path.open("rb") as file:
+                shape = PoolShape.unpack(file.read(HEADER_BYTES))
+        except OSError as error:
+            raise PoolError(f"there is no pool {path}: {error.strerror}") from None
+        if shape is None or shape.version != VERSION:
+            raise PoolError(f"{path} is no pool that this version can read")
+        return cls(
+            name=name,
+            num_slots=shape.num_slots,
+            record_bytes=shape.record_bytes,
+            nonce=shape.nonce or None,
+            directory=os.fsdecode(directory),
+            alignment=shape.alignment,
+            max_ranks=shape.max_ranks,
+            keep=keep,
+            contents=shape.contents,
+        )
+
+    def open(self) -> SharedHostPool:
+        """Joins the pool; never makes it, nor takes it over.
+
+        Raises:
+            PoolError: it is gone, nobody has it open, or it is another one.
         """
         return _join(self)
 
@@ -59,8 +112,12 @@ class PoolAddress:
 class SharedHostPool(HostPool):
     """Rows of host memory that several processes of one machine share; row s is slot s.
 
-    The first process makes the pool, the others join it; the last one that closes it removes it.
-    Connectors use it as they do a `HostPool`, and its rules are the same across processes.
+    The first process makes the pool, the others join it; the last one that closes it removes it,
+    unless it is kept. Connectors use it as they do a `HostPool`, and its rules are the same across
+    processes.
+
+    A kept pool serves one engine at a time, and when nobody has it open, the next engine takes it
+    over with the records that it holds, also with another nonce and another topology.
 
     Args:
         name: the pool's, in the directory; letters, digits, ".", "_" and "-".
@@ -71,11 +128,21 @@ class SharedHostPool(HostPool):
         directory: where the file lies, on memory (or on a disk).
         alignment: rows begin at multiples of this many bytes, a power of two, at most a page.
         max_ranks: world ranks that may store, from 0; at most 4,096.
+        keep: whether the pool stays when the last process leaves it. Its file is then the name in
+            the directory, which is to be of this machine; it needs a nonce.
+        contents: what the records' keys mean to the engine (its model, revision, hashes, ...): a
+            mapping of names to a str, an int, a bool or None each, at most 3,000 B as JSON. All
+            who open the pool must give the same.
+
+    Attributes:
+        opened: "made", "joined", or "reopened" if it was kept and this process has taken it over.
+        dropped: why the records of a reopened pool do not count, "" if they do.
 
     Raises:
         OptionError: arguments that cannot be.
-        PoolError: a pool of that name with other sizes or another nonce; no room in the directory;
-            a file that is not this user's.
+        PoolError: a pool of that name with other sizes, contents or another nonce; a kept one that
+            another engine has open; no room in the directory; a file that is not this user's, or
+            for a kept pool a file that is none.
 
     Thread-safe. A forked child may go on with the pool, as an owner of its own and with connectors
     of its own; a pool is pickled as its `address`. When a process dies, what it was storing counts
@@ -92,6 +159,8 @@ class SharedHostPool(HostPool):
         directory: str | os.PathLike[str] = "/dev/shm",
         alignment: int = 64,
         max_ranks: int = 256,
+        keep: bool = False,
+        contents: Contents | None = None,
     ) -> None:
         sizes = {"num_slots": num_slots, "record_bytes": record_bytes, "alignment": alignment}
         check_sizes("SharedHostPool", {**sizes, "max_ranks": max_ranks})
@@ -104,6 +173,17 @@ class SharedHostPool(HostPool):
         if nonce is not None and not (printable and len(nonce.encode()) <= MAX_NONCE_BYTES):
             raise OptionError(
                 f"a nonce is 1 to {MAX_NONCE_BYTES} B of printable text, not {shown(nonce)}"
+            )
+        if not isinstance(keep, bool):
+            raise OptionError(f"SharedHostPool keep is True or False, not {shown(keep)}")
+        if keep and nonce is None:
+            raise OptionError(
+                "a kept pool needs a nonce, which tells the ranks of one engine from another engine"
+            )
+        if keep and name.startswith(PREFIX):
+            raise OptionError(
+                f"a kept pool's name does not begin with {PREFIX}, as those of others do: they are "
+                "swept"
             )
         if alignment > mmap.PAGESIZE:
             raise OptionError(
@@ -119,6 +199,8 @@ class SharedHostPool(HostPool):
                 nonce=nonce,
                 directory=os.fsdecode(directory),
                 max_ranks=max_ranks,
+                keep=keep,
+                contents=checked_contents(contents),
                 **sizes,
             ),
             create=True,
@@ -142,9 +224,12 @@ class SharedHostPool(HostPool):
             alignment=address.alignment,
             max_ranks=address.max_ranks,
             nonce=address.nonce or "",
+            contents=address.contents,
             size=at + total,
         )
-        self._table = SharedTable(self.path, shape, create=create)
+        self._table = SharedTable(self.path, shape, keep=address.keep, create=create)
+        self.opened: Opened = self._table.file.opened
+        self.dropped = self._table.dropped
         self._ledger = Ledger(self._table)
         mapped = self._table.file.map
         # What the system refuses to do with shared memory, it does with small pages.
@@ -169,7 +254,8 @@ class SharedHostPool(HostPool):
     @property
     def path(self) -> Path:
         """The file."""
-        return Path(self._address.directory) / f"{PREFIX}{self._address.name}"
+        address = self._address
+        return _path(address.directory, address.name, keep=address.keep)
 
     @property
     def rows(self) -> torch.Tensor:
@@ -189,16 +275,21 @@ class SharedHostPool(HostPool):
     def close(self) -> None:
         """Leaves the pool; the last one removes it. Again does no harm.
 
-        Close the connectors first. Memory that is still looked at goes when nobody does any more.
+        The last one to leave a kept pool waits until the disk has all of it. Close the connectors
+        first. Memory that is still looked at goes when nobody does any more.
 
         Raises:
-            PoolError: this process is still storing or loading; the pool stays open.
+            PoolError: this process is still storing or loading, and the pool stays open; or the
+                disk refuses what a kept pool holds, and it was closed.
         """
         self.collect()
-        self._table.leave()
-        self._rows = None  # before the mapping goes
-        self._table.release()
-        self._finalizer.detach()
+        try:
+            self._table.leave()
+        finally:
+            if self._table.is_closed:
+                self._rows = None  # before the mapping goes
+                self._table.release()
+                self._finalizer.detach()
 
     def __enter__(self) -> Self:
         """The pool itself."""
@@ -217,8 +308,8 @@ class SharedHostPool(HostPool):
     def sweep(directory: str | os.PathLike[str] = "/dev/shm") -> list[str]:
         """Removes pools whose processes have all died without closing them.
 
-        The process that makes a pool does so too. Pools in use are kept, those of other users and
-        of processes in other containers as well.
+        The process that makes a pool does so too. Pools in use and those of other users are left;
+        one that is to be kept is never removed.
 
         Args:
             directory: where the pools lie.

@@ -9,21 +9,34 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+import attrs
 import numpy as np
+import numpy.typing as npt
 
 from kvpolicy.errors import ClosedError, PoolError
-from kvpolicy.owners import Owner
-from kvpolicy.sharedfile import BODY_AT, MAX_OWNERS, PoolFile, PoolShape
-from kvpolicy.sharedterms import TERMS_BYTES, StoredKey, Terms, stored_key
-from kvpolicy.slots import Slot, SlotTable
+from kvpolicy.owners import (
+    enter_owner,
+    leave_owner,
+    live_owners,
+    owner_lives,
+    owners_of,
+    remove_owner,
+)
+from kvpolicy.sharedfile import BODY_AT, PoolFile
+from kvpolicy.sharedheader import PoolShape
+from kvpolicy.sharedterms import MAX_KEY_BYTES, TERMS_BYTES, StoredKey, Terms, decoded, stored_key
+from kvpolicy.slots import Slot, SlotTable, StoredRecord
 
 MAX_BUSY = 32
 """Ranks that store in one slot at once, and owners that load from it, together."""
 _SLOTS_AT = BODY_AT + TERMS_BYTES
-_SLOT = struct.Struct("<IIIIIIQ32s")  # what it has, four terms, busy, stores, key
+# What it has, bytes of the key (0: a digest), four terms, busy, stores, key.
+_SLOT = struct.Struct(f"<HH16sIQ{MAX_KEY_BYTES}s")
+_TERMS = struct.Struct("<IIII")
+_DIGEST_BYTES = 32
 _BUSY = struct.Struct("<HHI")  # rank, or _READER; owner; loads
 _READER = 0xFFFF
 _HAS_RECORD, _HAS_KEY, _GIVEN_UP = 1, 2, 4
@@ -34,16 +47,27 @@ def slots_size(num_slots: int, max_ranks: int) -> int:
     return _SLOTS_AT + num_slots * _stride(max_ranks)
 
 
+def _stride(max_ranks: int) -> int:
+    return _slot_type(max_ranks).itemsize
+
+
 def _mask_bytes(max_ranks: int) -> int:
     return -(-max_ranks // 64) * 8
 
 
-def _place_bytes(max_ranks: int) -> int:
-    return _SLOT.size + _mask_bytes(max_ranks) + MAX_BUSY * _BUSY.size
-
-
-def _stride(max_ranks: int) -> int:
-    return 8 + 2 * _place_bytes(max_ranks)
+def _slot_type(max_ranks: int) -> np.dtype[np.void]:
+    """A slot's bytes, as NumPy reads those of many slots at once; `_SLOT` begins each place."""
+    place = [
+        ("has", "<u2"),
+        ("key_bytes", "<u2"),
+        ("terms", f"V{_TERMS.size}"),
+        ("busy", "<u4"),
+        ("stores", "<u8"),
+        ("key", f"V{MAX_KEY_BYTES}"),
+        ("stored", f"V{_mask_bytes(max_ranks)}"),
+        ("users", "V8", (MAX_BUSY,)),
+    ]
+    return np.dtype([("which", "u1"), ("unused", "V7"), ("places", place, (2,))])
 
 
 class SharedTable(SlotTable):
@@ -52,26 +76,44 @@ class SharedTable(SlotTable):
     Args:
         path: the file.
         shape: what it must be.
-        create: whether to make it where it is not there.
+        keep, create: as for a `PoolFile`.
 
     Raises:
         PoolError: as `PoolFile` says, or too many owners.
     """
 
-    def __init__(self, path: Path, shape: PoolShape, *, create: bool) -> None:
+    def __init__(self, path: Path, shape: PoolShape, *, keep: bool, create: bool) -> None:
         self._owner: int | None = None
         self._alive: dict[int, bool] = {}
         self._shape = shape
-        self._stride = _stride(shape.max_ranks)
-        self._place = _place_bytes(shape.max_ranks)
+        self._type = _slot_type(shape.max_ranks)
+        self._stride = self._type.itemsize
+        self._place = self._type["places"].base.itemsize
         self._mask = _mask_bytes(shape.max_ranks)
         self._closed = False
-        self.file = PoolFile(path, shape, create=create, enter=self._set_up)
+        self.dropped = ""
+        self.file = PoolFile(path, shape, keep=keep, create=create, enter=self._set_up)
 
     def _set_up(self, file: PoolFile) -> None:
         self.file = file
+        if file.opened == "reopened":
+            self.dropped = file.torn()
+            if self.dropped:
+                self._empty()
+            file.take()
         self._terms = Terms(file)
         self._enter()
+
+    def _empty(self) -> None:
+        """As if nothing was ever stored; on the disk before the file says that it is in order."""
+        size = slots_size(self._shape.num_slots, self._shape.max_ranks)
+        np.frombuffer(self.file.map, np.uint8, size - BODY_AT, BODY_AT)[:] = 0
+        self.file.flush(size)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was left."""
+        return self._closed
 
     @property
     def owner(self) -> int | None:
@@ -93,19 +135,19 @@ class SharedTable(SlotTable):
             yield self._enter() if self._owner is None else self._owner
 
     def _enter(self) -> int:
-        if self.file.is_removed():
+        if self.file.has_ended():
             raise PoolError(f"the pool {self.file.path} is gone: its last process has left it")
-        owners = self.file.owners()
-        for number, owner in owners.items():
-            if not owner.is_alive():
-                self._forget(number)
-                self.file.set_owner(number, None)
-        free = next((n for n in range(MAX_OWNERS) if self.file.owner(n) is None), None)
-        if free is None:
-            raise PoolError(f"at most {MAX_OWNERS} owners have a pool open at once")
-        self.file.set_owner(free, Owner.current())
-        self._owner = free
-        return free
+        dead = owners_of(self.file.fd).keys() - live_owners(self.file.fd).keys()
+        if dead:
+            # Before their numbers go to others, what they were busy with has failed.
+            self._alive.update(dict.fromkeys(dead, False))
+            for slot in self._busy():
+                self.get(slot)
+        for number in dead:
+            remove_owner(self.file.fd, number)
+        self._alive.clear()
+        self._owner = enter_owner(self.file.fd)
+        return self._owner
 
     def after_fork(self) -> None:
         """In the child: it is an owner of its own, once it does something."""
@@ -114,28 +156,36 @@ class SharedTable(SlotTable):
             self.file.reopen()
 
     def leave(self, *, blocking: bool = True) -> None:
-        """Leaves the pool; whoever leaves last removes the file.
+        """Leaves the pool; whoever leaves last removes the file, or sees that its disk has it.
 
         Args:
             blocking: whether to wait for this process's other threads.
 
         Raises:
-            PoolError: this owner is still busy with some slot, or another thread has the lock.
+            PoolError: this owner is still busy with some slot, or another thread has the lock, and
+                nothing was left; or the pool was left and its disk has not all of it.
         """
         if self._closed:
             return
         with self.file.locked(blocking=blocking):
-            if self._owner is not None:
-                if busy := self._busy_of(self._owner):
-                    raise PoolError(
-                        f"{len(busy)} slot(s) of the pool {self.file.path} are being stored or "
-                        "loaded here; close the connectors first"
-                    )
-                self.file.set_owner(self._owner, None)
-                self._owner = None
-                if not any(owner.is_alive() for owner in self.file.owners().values()):
-                    self.file.remove()
+            if self._owner is None:
+                self._closed = True
+                return
+            if busy := self._busy_of(self._owner):
+                raise PoolError(
+                    f"{len(busy)} slot(s) of the pool {self.file.path} are being stored or "
+                    "loaded here; close the connectors first"
+                )
+            is_last = not live_owners(self.file.fd).keys() - {self._owner}
             self._closed = True
+            try:
+                if is_last and self.file.keep:
+                    self.file.settle()
+            finally:
+                leave_owner(self.file.fd, self._owner)
+                self._owner = None
+                if is_last and not self.file.keep:
+                    self.file.remove()
 
     def release(self) -> None:
         """After `leave`: closes the file; the memory goes when nobody looks at it any more."""
@@ -146,41 +196,88 @@ class SharedTable(SlotTable):
         with contextlib.suppress(PoolError, OSError):
             # A collector may come at any time, inside this lock too.
             self.leave(blocking=False)
+        if self._closed:
             self.release()
 
     # Owners and what they are busy with; only while locked.
 
     def _lives(self, owner: int) -> bool:
         if owner not in self._alive:
-            found = self.file.owner(owner)
-            self._alive[owner] = owner == self._owner or bool(found and found.is_alive())
+            self._alive[owner] = owner == self._owner or owner_lives(self.file.fd, owner)
         return self._alive[owner]
+
+    def _busy(self) -> list[int]:
+        """The slots that somebody is busy with, dead ones too."""
+        slots = self._slots()
+        busy = slots["places"]["busy"]
+        return np.flatnonzero(np.where(slots["which"], busy[:, 1], busy[:, 0])).tolist()
 
     def _busy_of(self, owner: int) -> list[int]:
         """The slots that an owner is busy with."""
-        count = self._shape.num_slots
-        raw = np.frombuffer(self.file.map, np.uint8, count * self._stride, _SLOTS_AT)
-        places = raw.reshape(count, self._stride)
-        which = places[:, 0]
-        busy = [places[:, 8 + n * self._place + 20].copy() for n in (0, 1)]
-        marked = np.flatnonzero(np.where(which == 0, *busy))
         found = []
-        for slot in marked.tolist():
+        for slot in self._busy():
             state = self._decode(slot)
             if owner in state.reading or owner in state.writing.values():
                 found.append(slot)
         return found
 
-    def _forget(self, owner: int) -> None:
-        """Before a dead owner's number is given to another."""
-        self._alive[owner] = False
-        for slot in self._busy_of(owner):
-            self.get(slot)
+    # All slots at once.
+
+    def _slots(self) -> npt.NDArray[np.void]:
+        """The slots themselves, as `_slot_type` says; let go of it before the file is closed."""
+        return np.frombuffer(self.file.map, self._type, self._shape.num_slots, _SLOTS_AT)
+
+    def forget(self, slots: Sequence[int] | None) -> None:
+        """`Slot.forget`; as with `put`, each slot is changed wholly or not at all."""
+        all_slots = self._slots()
+        chosen = np.arange(len(all_slots)) if slots is None else np.array(slots, dtype=np.int64)
+        which = all_slots["which"][chosen]
+        has = all_slots["places"]["has"][chosen, which]
+        chosen, which = chosen[has != 0], which[has != 0]
+        left = np.zeros(len(chosen), all_slots["places"].dtype)
+        for field in ("busy", "stores", "users"):
+            left[field] = all_slots["places"][field][chosen, which]
+        left["stores"] += 1
+        all_slots["places"][chosen, 1 - which] = left
+        all_slots["which"][chosen] = 1 - which
+
+    def records(self) -> list[StoredRecord]:
+        """What `Slot.told` says, of all slots that nobody is busy with at once."""
+        with self.locked():
+            all_slots = self._slots()
+            which, has = all_slots["which"], all_slots["places"]["has"]
+            used = np.flatnonzero(np.where(which, has[:, 1], has[:, 0]) & _HAS_RECORD)
+            places = all_slots["places"][used, which[used]]
+            busy = {slot: self.get(slot) for slot in used[places["busy"] > 0].tolist()}
+            fields = ("has", "terms", "key_bytes", "key", "stored")
+            columns = [used.tolist(), *(places[field].tolist() for field in fields)]
+            distinct = dict.fromkeys(columns[2])
+            meant = {raw: self._terms.record(_TERMS.unpack(raw), None) for raw in distinct}
+        needed = {raw: _mask_of(writers) for raw, (_, writers) in meant.items()}
+        found = []
+        for slot, flags, terms, key_bytes, key, stored in zip(*columns, strict=True):
+            there = 0 if flags & _GIVEN_UP else int.from_bytes(stored, "little")
+            if slot in busy:
+                if told := busy[slot].told(slot):
+                    plain = _plain_key(key, key_bytes) if flags & _HAS_KEY else None
+                    found.append(attrs.evolve(told, key=plain))
+            elif there:
+                record, _ = meant[terms]
+                found.append(
+                    StoredRecord(
+                        slot=slot,
+                        key=_plain_key(key, key_bytes) if flags & _HAS_KEY else None,
+                        format=record.format,
+                        topology=record.topology,
+                        complete=there & needed[terms] == needed[terms],
+                    )
+                )
+        return found
 
     # Slots; only while locked.
 
     def name(self, key: Hashable) -> Hashable:
-        """The digest of a key, as `stored_key` makes it."""
+        """A key as `stored_key` makes it."""
         return stored_key(key)
 
     def get(self, slot: int) -> Slot:
@@ -203,13 +300,11 @@ class SharedTable(SlotTable):
     def _decode(self, slot: int) -> Slot:
         at = self._at(slot)
         at += 8 + (self._place if self.file.map[at] else 0)
-        has, fmt, topology, writers, element, busy, stores, key = _SLOT.unpack_from(
-            self.file.map, at
-        )
+        has, key_bytes, terms, busy, stores, key = _SLOT.unpack_from(self.file.map, at)
         state = Slot(stores=stores, given_up=bool(has & _GIVEN_UP))
         if has & _HAS_RECORD:
-            named = StoredKey(key) if has & _HAS_KEY else None
-            state.record, state.writers = self._terms.record(fmt, topology, writers, element, named)
+            named = _key(key, key_bytes) if has & _HAS_KEY else None
+            state.record, state.writers = self._terms.record(_TERMS.unpack(terms), named)
         at += _SLOT.size
         mask = int.from_bytes(self.file.map[at : at + self._mask], "little")
         while mask:
@@ -252,17 +347,30 @@ class SharedTable(SlotTable):
                 f"slot {slot} is in use by {MAX_BUSY} others, as many as there is room for; try "
                 "again when one has ended"
             )
-        has, terms, key = _GIVEN_UP if state.given_up else 0, (0, 0, 0, 0), b""
+        has, terms, key, key_bytes = _GIVEN_UP if state.given_up else 0, (0, 0, 0, 0), b"", 0
         if record := state.record:
             has |= _HAS_RECORD
             terms = self._terms.numbers(record, state.writers)
             if isinstance(record.key, StoredKey):
-                has, key = has | _HAS_KEY, record.key.digest
-        stored = sum(1 << rank for rank in state.stored)
+                has, key = has | _HAS_KEY, record.key.raw
+                key_bytes = len(key) if record.key.is_whole else 0
         return b"".join(
             (
-                _SLOT.pack(has, *terms, len(busy), state.stores, key),
-                stored.to_bytes(self._mask, "little"),
+                _SLOT.pack(has, key_bytes, _TERMS.pack(*terms), len(busy), state.stores, key),
+                _mask_of(state.stored).to_bytes(self._mask, "little"),
                 *busy,
             )
         )
+
+
+def _mask_of(ranks: Iterable[int]) -> int:
+    return sum(1 << rank for rank in ranks)
+
+
+def _plain_key(field: bytes, key_bytes: int) -> Hashable:
+    return decoded(field[:key_bytes]) if key_bytes else _key(field, 0)
+
+
+def _key(field: bytes, key_bytes: int) -> StoredKey:
+    """A slot's key, of the field that it stands in."""
+    return StoredKey(field[: key_bytes or _DIGEST_BYTES], is_whole=key_bytes > 0)

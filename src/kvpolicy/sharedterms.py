@@ -1,7 +1,7 @@
 """What the slots of a shared pool refer to: formats, topologies and the like, and their keys.
 
 Each text stands once in a list in the pool's file, which only grows; slots have its number. Keys,
-of which there is no end, are kept as digests.
+of which there is no end, stand in the slots: whole where they are short, else as digests.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import hashlib
 import json
 import struct
 import zlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import attrs
@@ -23,6 +23,8 @@ from kvpolicy.sharedfile import BODY_AT, PoolFile
 from kvpolicy.slots import Record
 from kvpolicy.words import shown
 
+MAX_KEY_BYTES = 64
+"""Keys whose encoded form is longer are kept as digests."""
 TERMS_BYTES = 2**20
 _TERMS_AT = BODY_AT
 _TERM = struct.Struct("<QQ")  # where its text begins, and its bytes
@@ -37,26 +39,33 @@ class StoredKey:
     """A record's key as the file has it.
 
     Attributes:
-        digest: SHA-256 of the key.
-        text: the key itself for an error's text, "" where only the digest is known.
+        raw: the key's bytes, or their SHA-256.
+        is_whole: which of them.
+        text: the key itself for an error's text, "" where it is not known or ``raw`` has it.
     """
 
-    digest: bytes
+    raw: bytes
+    is_whole: bool
     text: str = attrs.field(default="", eq=False)
 
     def __repr__(self) -> str:
-        """The key, with the beginning of its digest."""
-        short = f"sha256 {self.digest.hex()[:16]}"
+        """The key, or the beginning of its digest."""
+        if self.is_whole:
+            return shown(decoded(self.raw))
+        short = f"sha256 {self.raw.hex()[:16]}"
         return f"{self.text} ({short})" if self.text else f"({short})"
 
 
 def stored_key(key: Hashable) -> StoredKey:
-    """The digest of a key.
+    """A key as the file has it.
 
     Raises:
         OptionError: a key that has no stable bytes.
     """
-    return StoredKey(hashlib.sha256(_encoded(key)).digest(), shown(key))
+    raw = _encoded(key)
+    if len(raw) <= MAX_KEY_BYTES:
+        return StoredKey(raw, is_whole=True)
+    return StoredKey(hashlib.sha256(raw).digest(), is_whole=False, text=shown(key))
 
 
 def _encoded(key: object) -> bytes:
@@ -75,6 +84,24 @@ def _encoded(key: object) -> bytes:
             f"process knows it by the same bytes; not {shown(key)}"
         )
     return b"%s%d:%s" % (kind, len(body), body)
+
+
+def decoded(raw: bytes) -> Hashable:
+    """The key that `_encoded` gave these bytes."""
+    kind, (_, _, body) = raw[:1], raw[1:].partition(b":")
+    if kind == b"b":
+        return body
+    if kind == b"s":
+        return body.decode("utf-8", "surrogatepass")
+    if kind == b"i":
+        return int(body)
+    parts, at = [], 0
+    while at < len(body):
+        length, _, _ = body[at + 1 :].partition(b":")
+        end = at + 2 + len(length) + int(length)
+        parts.append(decoded(body[at:end]))
+        at = end
+    return tuple(parts)
 
 
 class Terms:
@@ -138,9 +165,10 @@ class Terms:
         return self.number(self._made[value])
 
     def record(
-        self, fmt: int, topology: int, writers: int, element: int, key: StoredKey | None
+        self, numbers: Iterable[int], key: StoredKey | None
     ) -> tuple[Record, frozenset[int]]:
-        """The record and the writers of those numbers."""
+        """The record and the writers of what `numbers` gave."""
+        fmt, topology, writers, element = numbers
         record = Record(
             self._value(fmt, _format),
             self._value(topology, _topology),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import attrs
@@ -35,6 +35,26 @@ class Record:
     element: str = attrs.field(default="", eq=False)  # layers of a rank may have several
 
 
+@attrs.frozen(kw_only=True)
+class StoredRecord:
+    """What a slot of a pool holds; see `HostPool.records`.
+
+    Attributes:
+        slot: the row.
+        key: the record's name, None if it has none. A `SharedHostPool` gives the key itself where
+            its encoded form has at most 64 B, else an object that only its digest tells apart.
+        format: the format of its bytes.
+        topology: the engine whose ranks store it: its grid and the layers of its stages.
+        complete: whether the part of every rank that writes it is there, and nobody is writing.
+    """
+
+    slot: int
+    key: Hashable | None
+    format: GroupFormat
+    topology: Topology
+    complete: bool
+
+
 @attrs.define
 class Slot:
     """What a slot holds, and who is busy with it.
@@ -45,7 +65,7 @@ class Slot:
         stored: the ranks whose part has arrived.
         writing: ranks that store at present -> the owner that they belong to.
         reading: owners that load at present -> how many loads.
-        stores: how many stores have begun here.
+        stores: how many stores have begun here, and how often what it held was forgotten.
         given_up: a store failed and the record has no key: what ``stored`` says does not count,
             and the next rank that stores for a second time begins another record.
     """
@@ -74,10 +94,34 @@ class Slot:
         else:
             self.stored.discard(rank)
 
+    def forget(self) -> None:
+        """What the slot holds no longer counts; who is busy with it stays so.
+
+        While a rank is still writing what was forgotten, every other record is a new one, so
+        that nobody writes beside it. Its part is then one of no record, which the next begins
+        without. What undoes a store finds that something came after it.
+        """
+        self.record, self.writers = None, frozenset()
+        self.stored, self.given_up = set(), False
+        self.stores += 1
+
     @property
     def there(self) -> set[int]:
         """The ranks whose part counts."""
         return set() if self.given_up else self.stored
+
+    def told(self, slot: int) -> StoredRecord | None:
+        """The slot's record, None where a load would find that it holds nothing."""
+        record = self.record
+        if record is None or not (self.there or self.writing):
+            return None
+        return StoredRecord(
+            slot=slot,
+            key=record.key,
+            format=record.format,
+            topology=record.topology,
+            complete=not self.writing and self.writers <= self.there,
+        )
 
 
 class SlotTable(abc.ABC):
@@ -99,6 +143,14 @@ class SlotTable(abc.ABC):
     @abc.abstractmethod
     def put(self, slot: int, state: Slot) -> None:
         """Keeps the state of a slot, all of it or (if this raises) nothing; only while locked."""
+
+    @abc.abstractmethod
+    def forget(self, slots: Sequence[int] | None) -> None:
+        """`Slot.forget` for these slots (None: all); only while locked."""
+
+    @abc.abstractmethod
+    def records(self) -> list[StoredRecord]:
+        """What `Slot.told` says of every slot, in order; locks for itself."""
 
     def name(self, key: Hashable) -> Hashable:
         """A record's key as the table keeps it."""
@@ -128,6 +180,17 @@ class LocalTable(SlotTable):
         """Keeps the state itself."""
         self._slots[slot] = state
 
+    def forget(self, slots: Sequence[int] | None) -> None:
+        """Only slots that were used have anything to forget."""
+        for slot in self._slots if slots is None else self._slots.keys() & {*slots}:
+            self._slots[slot].forget()
+
+    def records(self) -> list[StoredRecord]:
+        """Read slot by slot."""
+        with self._lock:
+            told = (state.told(slot) for slot, state in sorted(self._slots.items()))
+            return [record for record in told if record]
+
 
 Begun = list[tuple[int, Slot]]
 """The slots of a store that has begun, each as it was before and with its new count of stores."""
@@ -150,6 +213,15 @@ class Ledger:
         with self._table.locked():
             found = (self._table.get(slot) for slot in slots)
             return any(state.writing or state.reading for state in found)
+
+    def records(self) -> list[StoredRecord]:
+        """What the slots hold, in order."""
+        return self._table.records()
+
+    def forget(self, slots: Sequence[int] | None) -> None:
+        """What these slots (None: all) hold no longer counts."""
+        with self._table.locked():
+            self._table.forget(slots)
 
     def _record(
         self, slot: int, fmt: GroupFormat, topology: Topology, keys: Keys | None, element: str
