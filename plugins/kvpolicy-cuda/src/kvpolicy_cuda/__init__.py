@@ -1,0 +1,103 @@
+"""KV block copies between CUDA devices and host rows: a transfer plugin for kvpolicy.
+
+torch and the CUDA driver are loaded with the first job of a CUDA device, and not before.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+import kvpolicy
+from kvpolicy_cuda.errors import CudaError
+
+if TYPE_CHECKING:
+    from kvpolicy_cuda.pinned import PinnedHostPool, PinnedRows, pin
+
+__all__ = [
+    "CudaError",
+    "PinnedHostPool",
+    "PinnedRows",
+    "calibration",
+    "describe",
+    "pin",
+    "policy",
+]
+
+_LAZY = {"PinnedHostPool": "pinned", "PinnedRows": "pinned", "pin": "pinned"}
+
+
+class Cuda:
+    """Takes jobs whose storages lie on a CUDA device."""
+
+    priority = 100  # before copy engines that take whatever they are given
+    requires_api = 1
+
+    @kvpolicy.hookimpl
+    def transfer(self, job: kvpolicy.TransferJob) -> kvpolicy.TransferHandle | None:
+        """Enqueues the copies and returns; None for a job of another device."""
+        if job.device.partition(":")[0] != "cuda":
+            return None
+        from kvpolicy_cuda.engine import installed
+
+        return installed().transfer(job)
+
+    def status(self) -> str:
+        """What is missing on this machine, in words, "" if nothing is; loads no torch."""
+        from kvpolicy_cuda.driver import Driver
+
+        try:
+            missing = [Driver.load().no_batch]
+        except CudaError as error:
+            missing = [str(error)]
+        if importlib.util.find_spec("triton") is None:
+            missing.append("triton is not installed: small fragments go to the copy engine")
+        return "; ".join(filter(None, missing))
+
+
+def describe() -> dict[str, Any]:
+    """What the plugin found on this machine, and which path each plan's jobs take, with reasons.
+
+    Returns:
+        JSON values: ``driver`` (version, how runs are copied), ``kernels`` ("" or why there are
+        none), and ``devices`` by name, each with its calibration and its plans' latest choices.
+        A part that cannot be had is the reason as a string.
+    """
+    from kvpolicy_cuda.engine import installed
+
+    return installed().describe()
+
+
+def calibration(device: str = "cuda:0", *, anew: bool = False) -> dict[str, Any] | str:
+    """From which size of run on a device's copy engine is used, in bytes; or why it is not known.
+
+    Args:
+        device: its name in torch.
+        anew: measure again, although it was measured before.
+    """
+    import attrs
+
+    from kvpolicy_cuda import calibrating
+    from kvpolicy_cuda.cudadevice import cuda_device
+
+    try:
+        found = cuda_device(device)
+        with found.entered():
+            return attrs.asdict(calibrating.limits_of(found, found.key, anew=anew))
+    except CudaError as error:
+        return str(error)
+
+
+policy = Cuda()
+
+
+def __getattr__(name: str) -> Any:
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
