@@ -801,6 +801,43 @@ def test_a_connector_that_is_collected_with_a_job_pending_keeps_no_slot() -> Non
     assert finish(other, other.store([3], [1])).ok
 
 
+# Blocks under way: engines of copies may run jobs in any order.
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "refused"),
+    [
+        ("store", "load", "block 2 is being read by a store that has not finished"),
+        ("load", "store", "block 2 is being written by a load that has not finished"),
+        ("load", "load", "block 2 is being written by a load that has not finished"),
+        ("store", "store", None),
+    ],
+)
+def test_nobody_writes_a_block_that_another_job_uses(first: str, second: str, refused: str) -> None:
+    gate = Gate()
+    gate.open.set()
+    connector, _ = connect([gate], host=6)
+    finish(connector, connector.store([1, 1], [0, 1]))
+
+    def submit(direction: str, block: int, slot: int) -> int:
+        if direction == "store":
+            return connector.store([block], [slot])
+        return connector.load([slot % 2], [block])
+
+    gate.open.clear()
+    under_way = submit(first, 2, 2)
+    elsewhere = submit(second, 3, 3)  # other blocks are free
+    if refused is None:
+        gate.open.set()
+        assert len(connector.wait([under_way, elsewhere])) == 2
+        return
+    with pytest.raises(kv.BlockIdError, match=refused):
+        submit(second, 2, 4)
+    gate.open.set()
+    connector.wait([under_way, elsewhere], timeout=60)
+    assert finish(connector, submit(second, 2, 4)).ok  # and its slot was not left in use
+
+
 # A pool that comes after start-up.
 
 

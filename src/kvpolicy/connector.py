@@ -227,7 +227,8 @@ class Connector:
                 stores it a second time.
 
         Raises:
-            BlockIdError: not integers, out of range, repeated slots, or other lengths.
+            BlockIdError: not integers, out of range, repeated slots, or other lengths; a block
+                that a load under way writes.
             PoolError: a slot is in use by another job.
             OptionError: no such group.
             NoTransferError: no transfer plugin takes the job.
@@ -254,7 +255,8 @@ class Connector:
         Raises:
             FormatMismatchError: a slot holds another format; the differing fields are named.
             PoolError: a slot is empty, being written, or lacks some rank's part.
-            BlockIdError, OptionError, NoTransferError, ClosedError: as for `store`.
+            BlockIdError: as for `store`; also a block that another job under way uses.
+            OptionError, NoTransferError, ClosedError: as for `store`.
         """
         return self._submit("load", block_ids, slots, group, keys)
 

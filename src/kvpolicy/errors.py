@@ -254,7 +254,7 @@ class FormatMismatchError(KVPolicyError, ValueError):
 
 
 class BlockIdError(KVPolicyError, ValueError):
-    """Block ids or slots out of range, repeated as destinations, or not integers."""
+    """Block ids or slots out of range, repeated as destinations, in use, or not integers."""
 
     code = "block-id"
 

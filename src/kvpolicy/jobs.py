@@ -16,7 +16,7 @@ from typing import cast
 import attrs
 import numpy as np
 
-from kvpolicy.errors import NoTransferError, OptionError, UnknownJobError
+from kvpolicy.errors import BlockIdError, NoTransferError, OptionError, UnknownJobError
 from kvpolicy.hostpool import HostPool
 from kvpolicy.identity import GroupFormat
 from kvpolicy.plugins import PluginInfo, PluginSet
@@ -150,6 +150,22 @@ def _unfailed_bytes(job: TransferJob, failed_ids: Iterable[int]) -> int:
     return total
 
 
+def _met_blocks(
+    job: TransferJob, others: Iterable[TransferJob]
+) -> tuple[int, TransferJob] | None:
+    """A block that a job and another one use, one of them writing it; and that other."""
+    for other in others:
+        if job.direction == other.direction == "store":
+            continue
+        for part in job.parts:
+            for its in other.parts:
+                if part.plan is its.plan:
+                    met = np.intersect1d(part.block_ids, its.block_ids)
+                    if len(met):
+                        return int(met[0]), other
+    return None
+
+
 class Jobs:
     """The jobs of one connector."""
 
@@ -157,6 +173,7 @@ class Jobs:
         self._lock = threading.Lock()
         self._pending: dict[int, PendingJob] = {}
         self._results: dict[int, TransferResult] = {}
+        self._using: dict[int, TransferJob] = {}  # whose blocks nobody may write, or touch
         self._next_id = 0
 
     @property
@@ -184,9 +201,11 @@ class Jobs:
 
         Raises:
             NoTransferError: nobody takes it.
+            BlockIdError: a block is in use by another job.
         """
         begun = time.perf_counter()
         everything = frozenset(job.destinations.tolist())
+        self._use_blocks(job, claim)
         if not job.bytes:
             claim.settle(frozenset())
             self.finished(TransferResult(job_id=job.job_id, ok=True, bytes=0, seconds=0.0))
@@ -211,11 +230,33 @@ class Jobs:
             self._spoilt(job, plugin.info, what, begun)
             return
         claim.undo()
+        self._using.pop(job.job_id, None)
         asked = ", ".join(plugin.info.name for plugin in plugins.having("transfer"))
         raise NoTransferError(
             f"no transfer plugin takes a {job.direction} of tensors on {job.device!r}; asked: "
             f"{asked or 'none'}; install a plugin for that device"
         )
+
+    def _use_blocks(self, job: TransferJob, claim: Claim) -> None:
+        """Refuses a load into blocks that a job uses, and a store of blocks that a load writes.
+
+        A plugin may run its jobs in any order, so what came of it would be anybody's guess.
+        """
+        for is_last in (False, True):
+            with self._lock:
+                met = _met_blocks(job, self._using.values())
+                if met is None:
+                    self._using[job.job_id] = job
+                    return
+            if is_last:
+                claim.undo()
+                block, other = met
+                does = "read by a store" if other.direction == "store" else "written by a load"
+                raise BlockIdError(
+                    f"block {block} is being {does} that has not finished (job {other.job_id}); "
+                    f"wait for it before this {job.direction}"
+                )
+            self.collect()
 
     def _spoilt(self, job: TransferJob, info: PluginInfo, what: str, begun: float) -> None:
         seconds = time.perf_counter() - begun
@@ -230,6 +271,7 @@ class Jobs:
         """The result of a job that no plugin runs."""
         with self._lock:
             self._results[result.job_id] = result
+            self._using.pop(result.job_id, None)
 
     def collect(self) -> None:
         """Notices what has finished, and keeps the results for delivery."""
@@ -246,6 +288,7 @@ class Jobs:
                 # who sees the result finds the slots settled.
                 one.claim.settle(frozenset(result.failed_ids))
                 self._results[result.job_id] = result
+                self._using.pop(one.job.job_id, None)
                 del self._pending[one.job.job_id]
 
     def poll(self) -> list[TransferResult]:
