@@ -1,4 +1,4 @@
-"""The built-in copy engine: contained, one view per plan, failures as results, safe after fork."""
+"""The built-in copy engine: contained, views made once, failures as results, its own threads."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import tracemalloc
+from collections.abc import Callable
 
 import attrs
 import numpy as np
@@ -16,8 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvpolicy as kv
+from kvpolicy import workers
 from kvpolicy.policies import host_copy
 from kvpolicy.policies.host_copy import HostCopy
+from kvpolicy.transfer import make_job
 
 SENTINEL = 0xA5
 HEADS, TOKENS, ROW = 4, 4, 6
@@ -103,18 +106,43 @@ def test_invariant_4_no_byte_outside_a_jobs_own_runs_changes(
         np.testing.assert_array_equal(memory, expected[name], err_msg=name)
 
 
+class Watched(np.ndarray):
+    """An array that tells of every assignment."""
+
+    told: Callable[[], None]
+
+    def __array_finalize__(self, parent: object) -> None:
+        self.told = getattr(parent, "told", lambda: None)
+
+    def __setitem__(self, key: object, value: np.ndarray) -> None:
+        self.told()
+        super().__setitem__(key, value)
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, told: Callable[[], None]) -> None:
+    """Has every copy of plans that are prepared from now on tell of itself before it is made."""
+    pair = host_copy._pair
+
+    def watched(*how: object) -> tuple[np.ndarray, ...]:
+        both = [array.view(Watched) for array in pair(*how)]
+        for array in both:
+            array.told = told
+        return tuple(both)
+
+    monkeypatch.setattr(host_copy, "_pair", watched)
+
+
 class Copies:
-    """Counts calls of np.copyto, and lets one of them fail."""
+    """Counts copies, and lets one of them fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fail_at: int | None = None) -> None:
-        self.calls, self.fail_at, self._copyto = 0, fail_at, np.copyto
-        monkeypatch.setattr(host_copy.np, "copyto", self)
+        self.calls, self.fail_at = 0, fail_at
+        watch(monkeypatch, self._told)
 
-    def __call__(self, dst: np.ndarray, src: np.ndarray) -> None:
+    def _told(self) -> None:
         self.calls += 1
         if self.calls == self.fail_at:
             raise OSError("the page is poisoned")
-        self._copyto(dst, src)
 
 
 def test_c29_adjacent_blocks_are_one_copy_per_layer_and_scattered_ones_one_each(
@@ -153,9 +181,10 @@ def test_c21_a_load_that_fails_at_block_3_of_4_leaves_the_rest_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rank = Rank(tp=1, rank=0)
+    copies = Copies(monkeypatch)
     assert rank.finish(rank.connector.store([0, 1, 2, 3], [4, 5, 6, 7])).ok
     before = rank.memory()
-    copies = Copies(monkeypatch, fail_at=2 * len(NAMES) + 1)
+    copies.fail_at = copies.calls + 2 * len(NAMES) + 1
     result = rank.finish(rank.connector.load([4, 5, 6, 7], [1, 3, 5, 7]))
     assert (result.ok, result.failed_ids) == (False, (5, 7))
     padded = rank.page + SPEC.page_padding
@@ -184,13 +213,8 @@ def test_c21_a_span_that_fails_counts_as_failed_as_a_whole(
 def test_c22_ids_are_the_jobs_own_even_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy waits until the caller has changed its arrays."""
     rank = Rank(tp=1, rank=0)
-    changed, copyto = threading.Event(), np.copyto
-
-    def wait_then_copy(dst: np.ndarray, src: np.ndarray) -> None:
-        assert changed.wait(60)
-        copyto(dst, src)
-
-    monkeypatch.setattr(host_copy.np, "copyto", wait_then_copy)
+    changed = threading.Event()
+    watch(monkeypatch, lambda: changed.wait(60) or pytest.fail("nobody went on"))
     blocks, slots = np.array([0, 4]), np.array([5, 6])
     job = rank.connector.store(blocks, slots)
     assert rank.connector.poll() == []  # it runs beside us
@@ -268,18 +292,273 @@ def test_torchs_thread_setting_is_left_alone() -> None:
     before = torch.get_num_threads()
     rank = Rank()
     inside: list[int] = []
-    copyto = np.copyto
-
-    def spy(dst: np.ndarray, src: np.ndarray) -> None:
-        inside.append(torch.get_num_threads())
-        copyto(dst, src)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_copy.np, "copyto", spy)
+        watch(patch, lambda: inside.append(torch.get_num_threads()))
         assert rank.finish(rank.connector.store([0], [0])).ok
     assert set(inside) == {before}
     assert torch.get_num_threads() == before
 
+
+# Threads
+
+
+def many(blocks: int, page: int = 4096, threads: int | None = None) -> tuple[kv.Connector, dict]:
+    """Two layers of large pages; a connector whose host-copy has so many threads."""
+    spec = kv.LatentSpec(block_size=4, row_bytes=page // 4)
+    context = kv.PolicyContext(
+        geometry=kv.CacheGeometry(layers=dict.fromkeys(NAMES, spec), num_blocks=blocks),
+        canonical=True,
+    )
+    engine = HostCopy(threads)
+    engine.priority = 10  # before the built-in one
+    connector = kv.Connector(context, [engine], host=blocks)
+    caches = {
+        name: torch.randint(0, 256, (blocks, 1, 4, page // 4), dtype=torch.uint8) for name in NAMES
+    }
+    connector.register(caches)
+    return connector, caches
+
+
+def is_stored(connector: kv.Connector, caches: dict, blocks: list[int], slots: list[int]) -> bool:
+    rows = connector.host.rows.numpy()
+    pages = [cache.numpy().reshape(cache.shape[0], -1) for cache in caches.values()]
+    return all(
+        np.array_equal(rows[slot], np.concatenate([page[block] for page in pages]))
+        for block, slot in zip(blocks, slots, strict=True)
+    )
+
+
+def in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block is a piece of its own."""
+    monkeypatch.setattr(host_copy, "_PIECE_BYTES", 1)
+    monkeypatch.setattr(host_copy, "_SHARED_CALL_BYTES", 0)
+
+
+@pytest.mark.parametrize(
+    ("page", "blocks", "pieces"),
+    [
+        (65_536, 128, 4),  # 16 MiB in pieces of 4 MiB
+        (65_536, 32, 1),  # 4 MiB
+        (32_768, 256, 1),  # 16 MiB, but a call copies only 32 KiB
+        (131_072, 1024, 8),  # 256 MiB: four pieces for each thread
+    ],
+)
+def test_a_job_is_shared_where_that_pays(page: int, blocks: int, pieces: int) -> None:
+    """Two layers of their own, so that a block takes two calls."""
+    connector, _ = many(1, page)
+    ((plan,),) = connector._plans.values()
+    ids = np.arange(blocks)
+    job = make_job(0, "store", [plan], ids, ids)
+    found = list(host_copy._cut(job, 2))
+    assert len(found) == pieces
+    covered = np.concatenate([part.block_ids for parts in found for part in parts])
+    assert covered.tolist() == ids.tolist()
+    assert [len(parts) for parts in host_copy._cut(job, 1)] == [1]
+
+
+@pytest.mark.parametrize("threads", [0, 1, 2, 5])
+def test_a_job_of_many_pieces_is_copied_whole(
+    monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    """Pieces of one block each; whoever copies them, every byte arrives."""
+    in_small_pieces(monkeypatch)
+    connector, caches = many(64, threads=threads)
+    used: set[str] = set()
+    watch(monkeypatch, lambda: used.add(threading.current_thread().name))
+    blocks, slots = list(range(60)), list(range(63, 3, -1))
+    (result,) = connector.wait([connector.store(blocks, slots)], timeout=60)
+    assert (result.ok, result.bytes) == (True, 60 * 2 * 4096)
+    assert is_stored(connector, caches, blocks, slots)
+    here = threading.current_thread().name
+    assert used == ({here} if threads == 0 else {"kvpolicy-host-copy"})
+
+
+def test_a_piece_that_fails_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the other pieces copied is reported as there, and it is."""
+    in_small_pieces(monkeypatch)
+    copies = Copies(monkeypatch, fail_at=3)
+    connector, caches = many(32, threads=2)
+    blocks, slots = list(range(32)), list(range(31, -1, -1))
+    (result,) = connector.wait([connector.store(blocks, slots)], timeout=60)
+    assert not result.ok
+    assert result.error == "OSError: the page is poisoned"
+    assert 1 <= len(result.failed_ids) < 32
+    assert result.bytes == (32 - len(result.failed_ids)) * 2 * 4096
+    kept = [pair for pair in zip(blocks, slots, strict=True) if pair[1] not in result.failed_ids]
+    assert is_stored(connector, caches, [b for b, _ in kept], [s for _, s in kept])
+    copies.fail_at = None
+    (again,) = connector.wait([connector.store(blocks, slots)], timeout=60)
+    assert again.ok
+
+
+def test_submitting_does_not_wait_for_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    watch(monkeypatch, lambda: go_on.wait(60) or pytest.fail("nobody went on"))
+    connector, caches = many(8, threads=2)
+    jobs = [connector.store([i], [i]) for i in range(8)]
+    assert connector.poll() == []
+    go_on.set()
+    assert [result.ok for result in connector.wait(jobs, timeout=60)] == [True] * 8
+    assert is_stored(connector, caches, [*range(8)], [*range(8)])
+
+
+def test_a_waiter_wakes_although_another_one_never_lets_go() -> None:
+    """The latch is left held, as by a thread that was interrupted between two instructions."""
+    connector, _ = many(4, threads=1)
+    (done,) = connector.wait([connector.store([0], [0])], timeout=60)
+    assert done.ok
+    transfer = host_copy._Transfer(None, 0.0, 1)  # its latch is never released
+    handle = host_copy._handle_class()(transfer)
+    assert handle.wait(0.001) is False
+    transfer.outcomes.append((0, 0.0, 0, [], ""))
+    assert handle.wait(60) is True
+
+
+def test_the_environment_says_how_many_threads_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    put = workers.Workers.put
+
+    def counted(self: workers.Workers, tasks: object, threads: int) -> None:
+        asked.append(threads)
+        put(self, tasks, threads)
+
+    monkeypatch.setattr(workers.Workers, "put", counted)
+    connector, _ = many(4)
+    for text in ("1", "3", "0", ""):
+        monkeypatch.setenv("KVPOLICY_HOST_THREADS", text)
+        (result,) = connector.wait([connector.store([0], [1])], timeout=60)
+        assert result.ok
+    assert asked == [1, 3, workers.default_threads()]
+    monkeypatch.setenv("KVPOLICY_HOST_THREADS", "two")
+    (result,) = connector.wait([connector.store([0], [1])], timeout=60)
+    assert not result.ok
+    assert "KVPOLICY_HOST_THREADS is a whole number from 0" in result.error
+    assert "'two'" in result.error
+
+
+@pytest.mark.parametrize("threads", [-1, 257, True, 1.0, "2"])
+def test_threads_that_cannot_be_are_refused(threads: object) -> None:
+    with pytest.raises(kv.OptionError, match="HostCopy threads is a whole number from 0 to 256"):
+        HostCopy(threads)
+
+
+# Runs that torch copies
+
+
+@pytest.mark.parametrize("size", [512, 1024, 1040, 1032, 2048, 2064])
+@pytest.mark.parametrize("blocks", [(3, 0, 5), (2, 3, 4)], ids=["scattered", "consecutive"])
+def test_short_runs_are_copied_exactly_whoever_copies_them(
+    size: int, blocks: tuple[int, ...]
+) -> None:
+    """Token-major at TP 2: each token is one run of ``size``; bytes of every bit pattern."""
+    spec = kv.AttentionSpec(
+        block_size=16, total_kv_heads=2, head_size=size // 2, itemsize=1, page_padding=16
+    )
+    names = [f"layer.{i}" for i in range(9)]
+    context = kv.PolicyContext(
+        geometry=kv.CacheGeometry(layers=dict.fromkeys(names, spec), num_blocks=6),
+        grid=kv.ParallelGrid(tp=2),
+        rank=1,
+        canonical=True,
+        layout="NHD",
+    )
+    whole = torch.randint(0, 256, (9, 6, 16 * size + 16), dtype=torch.uint8)
+    before = whole.clone()
+    caches = {
+        name: whole[i, :, : 16 * size].unflatten(1, (16, 1, size)) for i, name in enumerate(names)
+    }
+    connector = kv.Connector(context, (), host=6)
+    connector.register(caches)
+    connector.host.rows.fill_(SENTINEL)
+    slots = [4, 5, 0] if blocks[1] < blocks[0] else [1, 2, 3]
+    (stored,) = connector.wait([connector.store(blocks, slots)], timeout=60)
+    assert stored.ok
+    rows = connector.host.rows.unflatten(1, (9, 16, 2, size))
+    for block, slot in zip(blocks, slots, strict=True):
+        assert torch.equal(rows[slot, :, :, 1], before[:, block, : 16 * size].view(9, 16, size))
+        assert (rows[slot, :, :, 0] == SENTINEL).all()
+    assert (rows[[s for s in range(6) if s not in slots]] == SENTINEL).all()
+    assert torch.equal(whole, before)
+    back = [1, 2, 3] if blocks[1] < blocks[0] else [5, 0, 1]
+    (loaded,) = connector.wait([connector.load(slots, back)], timeout=60)
+    assert loaded.ok
+    expected = before.clone()
+    for block, source in zip(back, blocks, strict=True):
+        expected[:, block, : 16 * size] = before[:, source, : 16 * size]
+    assert torch.equal(whole, expected)
+
+
+@pytest.mark.parametrize("size", [512, 1024, 2048, 4096, 16_384])
+def test_c30_fragments_decide_who_copies_them_not_pages(size: int) -> None:
+    """Pages of one fragment, 64 of them, and pages of 64 fragments: the same bytes to copy."""
+
+    def torch_copies(layers: int, tokens: int) -> bool:
+        spec = kv.AttentionSpec(
+            block_size=tokens, total_kv_heads=2, head_size=size // 2, itemsize=1
+        )
+        context = kv.PolicyContext(
+            geometry=kv.CacheGeometry(
+                layers={f"layer.{i}": spec for i in range(layers)}, num_blocks=1
+            ),
+            grid=kv.ParallelGrid(tp=2),
+            canonical=True,
+            layout="NHD",
+        )
+        whole = torch.zeros(layers, 1, tokens, 1, size, dtype=torch.uint8)
+        connector = kv.Connector(context, (), host=1)
+        connector.register({f"layer.{i}": whole[i] for i in range(layers)})
+        ((plan,),) = connector._plans.values()
+        return bool(host_copy._views(plan).blocks)
+
+    chosen = {torch_copies(64, 1), torch_copies(1, 64), torch_copies(8, 8)}
+    assert chosen == {size in (1024, 2048)}
+
+
+def test_torch_is_never_asked_for_so_much_that_it_uses_threads() -> None:
+    spec = kv.AttentionSpec(block_size=16, total_kv_heads=2, head_size=512, itemsize=1)
+    context = kv.PolicyContext(
+        geometry=kv.CacheGeometry(layers={f"layer.{i}": spec for i in range(80)}, num_blocks=2),
+        grid=kv.ParallelGrid(tp=2),
+        canonical=True,
+        layout="NHD",
+    )
+    whole = torch.zeros(80, 2, 16, 1, 1024, dtype=torch.uint8)
+    pool = kv.HostPool(2)
+    connector = kv.Connector(context, (), host=pool)
+    connector.register({f"layer.{i}": whole[i] for i in range(80)})
+    ((plan,),) = connector._plans.values()
+    views = host_copy._views(plan)
+    assert not views.spans
+    elements = [pair[0][0].numel() for pair in views.blocks]
+    assert sum(elements) * 16 == plan.block_bytes
+    assert max(elements) < 32_768
+    assert len(elements) == 3
+
+
+def test_tensors_of_inference_mode_are_copied_outside_it() -> None:
+    """An engine registers, and stores, while it is in inference mode; a thread of ours is not."""
+    spec = kv.AttentionSpec(block_size=64, total_kv_heads=2, head_size=512, itemsize=1)
+    context = kv.PolicyContext(
+        geometry=kv.CacheGeometry(layers={"layer": spec}, num_blocks=4),
+        grid=kv.ParallelGrid(tp=2),
+        canonical=True,
+        layout="NHD",
+    )
+    with torch.inference_mode():
+        cache = torch.randint(0, 256, (4, 64, 1, 1024), dtype=torch.uint8)
+        connector = kv.Connector(context, (), host=4)
+        connector.register({"layer": cache})
+        jobs = [connector.store([0], [1])]
+        assert connector.wait(jobs, timeout=60)[0].ok
+        jobs = [connector.load([1], [2])]
+    (result,) = connector.wait(jobs, timeout=60)
+    assert (result.ok, result.error) == (True, "")
+    assert torch.equal(cache[2], cache[0])
+    ((plan,),) = connector._plans.values()
+    assert host_copy._views(plan).blocks
+
+
+# Forks
 
 FORKING = """
 import os, signal

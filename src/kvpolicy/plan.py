@@ -6,6 +6,7 @@ A plan is made once per registration, group and pool; equal layers are joined in
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import attrs
 import torch
@@ -60,25 +61,42 @@ class TransferPlan:
     copies: tuple[PlannedCopy, ...] = attrs.field(repr=False)
     device: str
 
-    @property
+    @cached_property
     def block_bytes(self) -> int:
         """Bytes that one block's copies move."""
         return sum(copy.box.bytes for copy in self.copies)
+
+    @cached_property
+    def _storages(self) -> tuple[tuple[torch.UntypedStorage, int, str], ...]:
+        """The distinct storages, their bytes when they were registered, and a layer of each."""
+        found = {id(copy.storage): copy for copy in self.copies}
+        return tuple(
+            (copy.storage.untyped_storage(), copy.storage.numel(), copy.layers[0])
+            for copy in found.values()
+        )
+
+    def check_alive(self) -> None:
+        """Refuses to go on with storages that the engine has freed or resized.
+
+        Raises:
+            RegistrationError: names a layer of the first such storage.
+        """
+        for storage, size, layer in self._storages:
+            if storage.nbytes() != size:
+                raise RegistrationError(
+                    f"the storage of layer {layer!r} was freed or resized after it was "
+                    "registered; make a new connector and register the new tensors"
+                )
 
 
 def check_alive(plans: Sequence[TransferPlan]) -> None:
     """Refuses a job whose engine has freed or resized what it registered.
 
     Raises:
-        RegistrationError: names the first such layer.
+        RegistrationError: names such a layer.
     """
     for plan in plans:
-        for copy in plan.copies:
-            if copy.storage.untyped_storage().nbytes() != copy.storage.numel():
-                raise RegistrationError(
-                    f"the storage of layer {copy.layers[0]!r} was freed or resized after it was "
-                    "registered; make a new connector and register the new tensors"
-                )
+        plan.check_alive()
 
 
 def elements(plans: Sequence[TransferPlan]) -> str:

@@ -99,7 +99,7 @@ class GroupRecord:
     offsets: Mapping[str, int] = attrs.field(repr=False)
     stages: tuple[Stage, ...] = attrs.field(repr=False)
     topology: Topology
-    _elections: dict[int | None, dict[int, list[set[int]]]] = attrs.field(
+    _elections: dict[int | None, dict[int, list[frozenset[int]]]] = attrs.field(
         factory=dict, init=False, repr=False, eq=False
     )
 
@@ -134,12 +134,14 @@ class GroupRecord:
             return frozenset({reader}) if self.stages[number].proofs else frozenset()
         if reader not in self._elections:
             self._elections[reader] = self._writers_by_residue(reader)
-        # Layers elect by their own number of writers, of which there are few.
-        return frozenset().union(
-            *(ranks[slot % count] for count, ranks in self._elections[reader].items())
-        )
+        # Layers elect by their own number of writers, of which there are few; often it is one.
+        found = self._elections[reader]
+        if len(found) == 1:
+            ((count, ranks),) = found.items()
+            return ranks[slot % count]
+        return frozenset().union(*(ranks[slot % count] for count, ranks in found.items()))
 
-    def _writers_by_residue(self, reader: int | None) -> dict[int, list[set[int]]]:
+    def _writers_by_residue(self, reader: int | None) -> dict[int, list[frozenset[int]]]:
         """Number of writers -> for each residue of a slot, who writes (what the reader reads)."""
         size = self.topology.grid.stage_size
         found: dict[int, list[set[int]]] = {}
@@ -154,7 +156,7 @@ class GroupRecord:
                     count = mapping.num_writers if self.canonical else 1
                     ranks = found.setdefault(count, [set() for _ in range(count)])
                     ranks[mapping.writer_index if self.canonical else 0].add(rank)
-        return found
+        return {count: [frozenset(one) for one in ranks] for count, ranks in found.items()}
 
 
 def group_records(

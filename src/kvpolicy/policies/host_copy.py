@@ -1,44 +1,89 @@
-"""Copies between CPU tensors and host rows, through numpy views, in a thread of its own."""
+"""Copies between CPU tensors and host rows, through NumPy views, in threads of their own."""
 
 from __future__ import annotations
 
-import atexit
-import os
+import functools
 import threading
 import time
-from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import attrs
 import numpy as np
 
+from kvpolicy.errors import OptionError
 from kvpolicy.hooks import hookimpl
+from kvpolicy.words import shown, spare
+from kvpolicy.workers import MAX_THREADS, Workers, host_threads
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from kvpolicy.boxes import Box
     from kvpolicy.plan import PlannedCopy, TransferPlan
-    from kvpolicy.transfer import TransferHandle, TransferJob, TransferResult
+    from kvpolicy.transfer import TransferHandle, TransferJob, TransferPart, TransferResult
 
     Bytes = NDArray[np.uint8]
-    Views = tuple[tuple[Bytes, Bytes], ...]
-    _Task = tuple[TransferJob, tuple[Views, ...], float, list[TransferResult]]
+    Pair = tuple[Any, Any]
+    """One box as seen in the engine's blocks and in the rows, the first dimension counting them."""
+
+_PIECE_BYTES = 4 * 2**20
+"""What one thread is given at least: the hand-over costs tens of microseconds."""
+_PIECES_PER_THREAD = 4
+_SHARED_CALL_BYTES = 64 * 2**10
+"""Calls that copy less make threads wait for the interpreter's lock more than they copy."""
+_LONGEST_WAIT = 0.05
+
+# Runs of these sizes are copied faster by torch than by NumPy, which hands each to memmove. torch
+# costs more per call, and starts threads of its own from so many elements on.
+_TORCH_RUNS = range(1024, 2048 + 1)
+_TORCH_LEAST_BYTES = 64 * 2**10
+_TORCH_MOST_ELEMENTS = 32_768 - 1
+_ELEMENT = np.dtype(np.complex128)  # the widest: the fewest elements
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Views:
+    """A plan's boxes as arrays, made once.
+
+    Attributes:
+        spans: copied span by span.
+        blocks: copied block by block, by torch.
+    """
+
+    spans: tuple[Pair, ...]
+    blocks: tuple[Pair, ...]
 
 
 class HostCopy:
-    """Takes jobs whose storages lie on the CPU; one thread, first in, first out.
+    """Takes jobs whose storages lie on the CPU; large ones are shared among its threads.
+
+    Args:
+        threads: how many copy, 0 for the caller's own; None: as `host_threads` says.
 
     The views of a plan are made once; a job then makes no array, only slices. torch's thread
     setting is left alone.
+
+    Raises:
+        OptionError: threads that are no number from 0 to 256.
     """
 
     priority = -100
 
-    def __init__(self) -> None:
+    def __init__(self, threads: int | None = None) -> None:
+        whole = isinstance(threads, int) and not isinstance(threads, bool)
+        if threads is not None and not (whole and 0 <= threads <= MAX_THREADS):
+            raise OptionError(
+                f"HostCopy threads is a whole number from 0 to {MAX_THREADS} or None, not "
+                f"{shown(threads)}"
+            )
+        self._threads = threads
         self._lock = threading.Lock()
-        self._queue: SimpleQueue[_Task | None] | None = None
-        self._process = 0
         self._views: WeakKeyDictionary[TransferPlan, Views] = WeakKeyDictionary()
+        self._workers = Workers("kvpolicy-host-copy")
 
     @hookimpl
     def transfer(self, job: TransferJob) -> TransferHandle | None:
@@ -46,118 +91,221 @@ class HostCopy:
         if job.device != "cpu":
             return None
         begun = time.perf_counter()
-        views = tuple(self._views_of(part.plan) for part in job.parts)
-        results: list[TransferResult] = []
-        self._worker().put((job, views, begun, results))
-        return _handle(results)
-
-    def _worker(self) -> SimpleQueue[_Task | None]:
-        """The queue of this process's thread. Its put is atomic: an interrupt leaves no lock."""
-        with self._lock:
-            if self._queue is None or self._process != os.getpid():
-                # A fork does not carry threads over, so each process makes its own.
-                self._queue, self._process = SimpleQueue(), os.getpid()
-                thread = threading.Thread(
-                    target=_serve, args=(self._queue,), name="kvpolicy-host-copy", daemon=True
-                )
-                thread.start()
-                atexit.register(_stop, self._queue, thread, self._process)
-            return self._queue
+        threads = host_threads() if self._threads is None else self._threads
+        pieces = [
+            [(part, self._views_of(part.plan)) for part in parts] for parts in _cut(job, threads)
+        ]
+        transfer = _Transfer(job, begun, len(pieces))
+        tasks = [partial(transfer.run, number, piece) for number, piece in enumerate(pieces)]
+        if threads:
+            self._workers.put(tasks, threads)
+        else:
+            for task in tasks:
+                task()
+        return _handle_class()(transfer)
 
     def _views_of(self, plan: TransferPlan) -> Views:
         with self._lock:
             views = self._views.get(plan)
             if views is None:
-                rows = plan.rows.numpy()
-                views = tuple(_pair(copy, rows, plan.num_blocks) for copy in plan.copies)
-                self._views[plan] = views
+                views = self._views[plan] = _views(plan)
             return views
 
 
-def _pair(copy: PlannedCopy, rows: Bytes, num_blocks: int) -> tuple[Bytes, Bytes]:
-    """Blocks and rows as arrays of shape (blocks or slots, *dims, size)."""
-    dims, size = copy.box.dims, copy.box.size
-    counts = [dim.times for dim in dims]
+def _cut(job: TransferJob, threads: int) -> Iterator[Sequence[TransferPart]]:
+    """The job in pieces of whole blocks; one piece where sharing it would not pay."""
+    calls = sum(len(part.plan.copies) * len(part.block_ids) for part in job.parts)
+    if job.bytes < _SHARED_CALL_BYTES * calls:
+        threads = 1
+    most = max(job.bytes // max(1, threads * _PIECES_PER_THREAD), _PIECE_BYTES)
+    if threads <= 1 or job.bytes <= _PIECE_BYTES:
+        yield job.parts
+        return
+    for part in job.parts:
+        count = len(part.block_ids)
+        step = max(1, most // part.plan.block_bytes)
+        for start in range(0, count, step):
+            ids = slice(start, start + step)
+            yield [attrs.evolve(part, block_ids=part.block_ids[ids], slots=part.slots[ids])]
+
+
+def _views(plan: TransferPlan) -> Views:
+    rows = plan.rows.numpy()
+    spans, blocks = [], []
+    for copy in plan.copies:
+        storage = copy.storage.numpy()
+        boxes = _torch_boxes(copy, storage, rows)
+        if boxes:
+            import torch
+
+            # A tensor made in inference mode could not be written outside it.
+            with torch.inference_mode(False):
+                for box in boxes:
+                    pair = _pair(copy, box, rows, plan.num_blocks, _ELEMENT)
+                    blocks.append((torch.from_numpy(pair[0]), torch.from_numpy(pair[1])))
+        else:
+            spans.append(_pair(copy, copy.box, rows, plan.num_blocks, np.dtype(np.uint8)))
+    return Views(spans=tuple(spans), blocks=tuple(blocks))
+
+
+def _torch_boxes(copy: PlannedCopy, storage: Bytes, rows: Bytes) -> list[Box]:
+    """The box in slices that torch copies with one thread; empty where NumPy is to copy it."""
+    box, width = copy.box, _ELEMENT.itemsize
+    if box.size not in _TORCH_RUNS or box.bytes < _TORCH_LEAST_BYTES:
+        return []
+    first, *inner = box.dims
+    slice_bytes = box.bytes // first.times
+    places = [
+        storage.ctypes.data + copy.offset + box.from_offset,
+        rows.ctypes.data + box.to_offset,
+        copy.block_stride,
+        rows.strides[0],
+        box.size,
+        *(stride for dim in box.dims for stride in dim[1:]),
+    ]
+    most = _TORCH_MOST_ELEMENTS * width // slice_bytes
+    if not most or any(place % width for place in places):
+        return []
+    count = -(-first.times // most)
+    step = -(-first.times // count)
+    return [
+        attrs.evolve(
+            box,
+            dims=(first._replace(times=min(step, first.times - start)), *inner),
+            from_offset=box.from_offset + start * first.from_stride,
+            to_offset=box.to_offset + start * first.to_stride,
+        )
+        for start in range(0, first.times, step)
+    ]
+
+
+def _pair(
+    copy: PlannedCopy, box: Box, rows: Bytes, num_blocks: int, element: np.dtype[Any]
+) -> Pair:
+    """Blocks and rows as arrays of shape (blocks or slots, *dims, elements of a run)."""
+    counts = [dim.times for dim in box.dims]
+    size, item = box.size // element.itemsize, element.itemsize
     # This constructor checks that the view stays inside its buffer.
-    blocks: Bytes = np.ndarray(
+    blocks: NDArray[Any] = np.ndarray(
         (num_blocks, *counts, size),
-        np.uint8,
+        element,
         copy.storage.numpy(),
-        copy.offset + copy.box.from_offset,
-        (copy.block_stride, *(dim.from_stride for dim in dims), 1),
+        copy.offset + box.from_offset,
+        (copy.block_stride, *(dim.from_stride for dim in box.dims), item),
     )
-    held: Bytes = np.ndarray(
+    held: NDArray[Any] = np.ndarray(
         (rows.shape[0], *counts, size),
-        np.uint8,
+        element,
         rows.reshape(-1),
-        copy.box.to_offset,
-        (rows.strides[0], *(dim.to_stride for dim in dims), 1),
+        box.to_offset,
+        (rows.strides[0], *(dim.to_stride for dim in box.dims), item),
     )
     return blocks, held
 
 
-def _copy(job: TransferJob, views: tuple[Views, ...], begun: float) -> TransferResult:
-    """Span by span, so that a failure leaves whole blocks behind it."""
-    from kvpolicy.transfer import TransferResult
+class _Transfer:
+    """A job under way: its pieces put what came of them into one list, which takes no lock."""
 
-    storing = job.direction == "store"
-    failed: set[int] = set()
-    copied, error = 0, ""
-    for part, pairs in zip(job.parts, views, strict=True):
-        whole = 0
-        try:
-            for block, slot, length in part.spans():
-                # A span of one is an index: numpy copies it faster than a slice.
-                there = slot if length == 1 else slice(slot, slot + length)
-                here = block if length == 1 else slice(block, block + length)
-                for blocks, rows in pairs:
-                    if storing:
-                        np.copyto(rows[there], blocks[here])
-                    else:
-                        np.copyto(blocks[here], rows[there])
-                whole += length
-        except Exception as raised:  # noqa: BLE001  whatever it is, it becomes the result
-            error = f"{type(raised).__name__}: {raised}"
-            failed.update((part.slots if storing else part.block_ids)[whole:].tolist())
-        copied += whole * part.plan.block_bytes
-    return TransferResult(
-        job_id=job.job_id,
-        ok=not error,
-        bytes=copied,
-        seconds=time.perf_counter() - begun,
-        failed_ids=tuple(sorted(failed)),
-        error=error,
+    def __init__(self, job: TransferJob, begun: float, pieces: int) -> None:
+        self.job, self.begun, self.pieces = job, begun, pieces
+        self.outcomes: list[tuple[int, float, int, list[int], str]] = []
+        self.latch = threading.Lock()
+        self.latch.acquire()
+        if not pieces:
+            self.latch.release()
+
+    def run(self, number: int, piece: Sequence[tuple[TransferPart, Views]]) -> None:
+        """Copies a piece; whatever happens becomes its outcome."""
+        storing, copied = self.job.direction == "store", 0
+        failed: list[int] = []
+        error = ""
+        for part, views in piece:
+            whole = 0
+            try:
+                for done in _copy(part, views, storing):
+                    whole += done
+            except BaseException as raised:  # noqa: BLE001  see spare
+                spare(raised)
+                error = f"{type(raised).__name__}: {raised}"
+                failed += (part.slots if storing else part.block_ids)[whole:].tolist()
+            copied += whole * part.plan.block_bytes
+        self.outcomes.append((number, time.perf_counter(), copied, failed, error))
+        if self.done():
+            with suppress(RuntimeError):  # two that are the last at once
+                self.latch.release()
+
+    def done(self) -> bool:
+        return len(self.outcomes) == self.pieces
+
+    def result(self) -> TransferResult:
+        from kvpolicy.transfer import TransferResult
+
+        outcomes = sorted(self.outcomes)
+        error = next((one[4] for one in outcomes if one[4]), "")
+        return TransferResult(
+            job_id=self.job.job_id,
+            ok=not error,
+            bytes=sum(one[2] for one in outcomes),
+            seconds=max((one[1] for one in outcomes), default=self.begun) - self.begun,
+            failed_ids=tuple(sorted({slot for one in outcomes for slot in one[3]})),
+            error=error,
+        )
+
+
+def _copy(part: TransferPart, views: Views, storing: bool) -> Iterator[int]:
+    """Span by span, so that a failure leaves whole blocks behind it; yields blocks copied."""
+    # A pair's destination first.
+    spans, blocks = (
+        ([pair[::-1] for pair in pairs] if storing else pairs)
+        for pairs in (views.spans, views.blocks)
     )
+    one = len(part.block_ids) == 1  # for which asking takes longer than copying a short run
+    found = [(int(part.block_ids[0]), int(part.slots[0]), 1)] if one else part.spans()
+    for block, slot, length in found:
+        # A span of one is an index: NumPy copies it faster than a slice.
+        here: int | slice = block if length == 1 else slice(block, block + length)
+        there: int | slice = slot if length == 1 else slice(slot, slot + length)
+        to, frm = (there, here) if storing else (here, there)
+        for into, out_of in spans:
+            into[to] = out_of[frm]
+        if blocks:
+            ends = (slot, block) if storing else (block, slot)
+            for i in range(length):
+                for into, out_of in blocks:
+                    into[ends[0] + i] = out_of[ends[1] + i]
+        yield length
 
 
-def _serve(queue: SimpleQueue[_Task | None]) -> None:
-    """The copying thread: one task after the other, until None."""
-    while (task := queue.get()) is not None:
-        job, views, begun, results = task
-        results.append(_copy(job, views, begun))
-        del task, job, views, results  # nothing is kept alive while the thread waits
-
-
-def _stop(queue: SimpleQueue[_Task | None], thread: threading.Thread, process: int) -> None:
-    """At exit: what was submitted is copied before its memory goes."""
-    if process == os.getpid():
-        queue.put(None)
-        thread.join()
-
-
-def _handle(results: list[TransferResult]) -> TransferHandle:
+@functools.cache
+def _handle_class() -> Callable[[_Transfer], TransferHandle]:
     from kvpolicy.transfer import TransferHandle
 
     class HostCopyHandle(TransferHandle):
-        """Reads one list, which takes no lock that an interrupt could leave held."""
+        """Looks at a list; nothing here takes a lock that an interrupt could leave held."""
+
+        def __init__(self, transfer: _Transfer) -> None:
+            self._transfer = transfer
 
         def done(self) -> bool:
-            return bool(results)
+            return self._transfer.done()
 
         def result(self) -> TransferResult:
-            return results[0]
+            return self._transfer.result()
 
-    return HostCopyHandle()
+        def wait(self, timeout: float | None = None) -> bool:
+            """Wakes with the last piece. Whoever holds the latch too long is not waited for."""
+            deadline = None if timeout is None else time.monotonic() + timeout
+            while not self._transfer.done():
+                left = _LONGEST_WAIT
+                if deadline is not None:
+                    left = min(left, deadline - time.monotonic())
+                if left <= 0:
+                    return False
+                if self._transfer.latch.acquire(timeout=left):
+                    self._transfer.latch.release()
+            return True
+
+    return HostCopyHandle
 
 
 policy = HostCopy()

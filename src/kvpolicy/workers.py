@@ -1,0 +1,102 @@
+"""A bounded pool of threads for copies on the host: made on first use, safe after a fork."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Callable, Iterable
+from queue import SimpleQueue
+
+from kvpolicy.errors import OptionError
+from kvpolicy.words import shown
+
+VARIABLE = "KVPOLICY_HOST_THREADS"
+MAX_THREADS = 256
+_MOST_BY_DEFAULT = 8
+"""More seldom copy faster: a few cores fill the memory's channels."""
+
+Task = Callable[[], None]
+
+
+def default_threads() -> int:
+    """The cores that this process may use, at most eight."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return min(cores, _MOST_BY_DEFAULT)
+
+
+def host_threads() -> int:
+    """The threads that copy on the host, as the environment says; 0 means the caller's own.
+
+    Raises:
+        OptionError: what it says is no number from 0 to 256.
+    """
+    text = os.environ.get(VARIABLE, "").strip()
+    if not text:
+        return default_threads()
+    if not (text.isascii() and text.isdigit()) or int(text) > MAX_THREADS:
+        raise OptionError(
+            f"{VARIABLE} is a whole number from 0 (the caller's thread copies) to {MAX_THREADS}, "
+            f"not {shown(text)}"
+        )
+    return int(text)
+
+
+class Workers:
+    """Threads that take tasks first in, first out. A task does not raise.
+
+    Args:
+        name: the threads'.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._queues: dict[int, SimpleQueue[Task | None]] = {}
+        self._process = 0
+
+    def put(self, tasks: Iterable[Task], threads: int) -> None:
+        """Has the tasks run by a pool of so many threads; returns at once.
+
+        Args:
+            tasks: in the order in which they are begun.
+            threads: at least 1; every number has a pool of its own.
+        """
+        queue = self._queue(threads)
+        for task in tasks:
+            queue.put(task)  # atomic: an interrupt leaves no lock held
+
+    def _queue(self, threads: int) -> SimpleQueue[Task | None]:
+        with self._lock:
+            if self._process != os.getpid():
+                # A fork does not carry threads over, so each process makes its own.
+                self._queues, self._process = {}, os.getpid()
+            queue = self._queues.get(threads)
+            if queue is None:
+                queue = self._queues[threads] = SimpleQueue()
+                made = [
+                    threading.Thread(target=_serve, args=(queue,), name=self._name, daemon=True)
+                    for _ in range(threads)
+                ]
+                for thread in made:
+                    thread.start()
+                atexit.register(_stop, queue, made, self._process)
+            return queue
+
+
+def _serve(queue: SimpleQueue[Task | None]) -> None:
+    """One thread: task after task, until None."""
+    while (task := queue.get()) is not None:
+        task()
+        del task  # nothing is kept alive while the thread waits
+
+
+def _stop(queue: SimpleQueue[Task | None], threads: list[threading.Thread], process: int) -> None:
+    """At exit: what was submitted is copied before its memory goes."""
+    if process != os.getpid():
+        return
+    for _ in threads:
+        queue.put(None)
+    for thread in threads:
+        thread.join()
