@@ -241,22 +241,6 @@ def test_every_model_is_explained_and_round_tripped(told, model, canonical):
         assert found["bytes"] == 2 * sum(g["record_bytes"] for g in explained["groups"])
 
 
-def test_explain_for_people_says_what_a_layer_holds_and_what_the_cache_is(kvpolicy):
-    _, out, _ = kvpolicy("explain", MODELS / "gemma-3-27b.json", "--block-size", 32)
-    rows = [line.split() for line in out.splitlines()]
-    (sliding,) = [row for row in rows if row[2:3] == ["sliding"]]
-    assert sliding[0] == "model.layers.0-4,6-10,12-16,...,60-61.self_attn.attn"
-    page = f"{16 * 32 * 2 * 128 * 2:,}"
-    assert " ".join(sliding[1:]) == f"52 sliding 16 KV heads x 128 {page} B 1"
-    assert "cache        bfloat16, blocks of 32 tokens, packed K/V" in out
-    _, out, _ = kvpolicy("explain", MODELS / "deepseek-v3.json", "--canonical")
-    words = [" ".join(line.split()) for line in out.splitlines()]
-    page = f"{16 * 1152:,} B"
-    layers = "model.layers.0-60.self_attn.attn 61 latent latent rows of 1,152 B"
-    assert f"{layers} {page} {page} 1" in words
-    assert any(line.startswith(f"latent {61 * 16 * 1152:,} B 61 yes ") for line in words)
-
-
 def test_explain_tells_a_layer_s_group_and_spec(told):
     _, found = told("explain", QWEN, "--encoding", "mine")
     assert (found["dtype"], found["encoding"]) == ("bfloat16", "mine")
@@ -563,13 +547,13 @@ def test_dtype_on_the_command_line_stands_in_for_a_missing_one(told, config):
 # help, terminals, pipes
 
 
-@pytest.mark.parametrize("command", ["plugins", "explain", "roundtrip"])
+@pytest.mark.parametrize("command", ["plugins", "explain", "roundtrip", "bench", "new-plugin"])
 def test_every_command_has_help_with_an_example(capsys, command):
     with pytest.raises(SystemExit) as stopped:
         main([command, "--help"])
     assert stopped.value.code == 0
     out = capsys.readouterr().out
-    assert "example:" in out
+    assert re.search(r"^examples?:$", out, re.MULTILINE)
     assert f"kvpolicy {command}" in out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -126,6 +127,7 @@ def explain(
             "fragments_per_block": counts[name].total,
             "portable": record.portable,
             "format_id": formats[name].format_id,
+            "format": copy.deepcopy(dict(formats[name].fields)),
         }
         for name, record in records.items()
     ]
@@ -142,6 +144,7 @@ def explain(
             "pcp": grid.pcp,
             "cp_interleave": grid.cp_interleave,
         },
+        "stages": list(context.geometry.stages_for(grid.pp)),
         "decision": explain_decision(decision),
         "layers": layers,
         "groups": groups,

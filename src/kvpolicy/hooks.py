@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 
 PROJECT = "kvpolicy"
 API_VERSION = 1
+"""The version of the hooks. Whatever is added raises it by one; what a version offers stays.
+
+What is to be replaced is marked with pluggy's ``warn_on_impl`` or ``warn_on_impl_args``, so that
+its author is warned when the plugin is rehearsed, and keeps working.
+"""
 
 hookimpl = pluggy.HookimplMarker(PROJECT)
 _hookspec = pluggy.HookspecMarker(PROJECT)

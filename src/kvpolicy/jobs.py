@@ -150,9 +150,7 @@ def _unfailed_bytes(job: TransferJob, failed_ids: Iterable[int]) -> int:
     return total
 
 
-def _met_blocks(
-    job: TransferJob, others: Iterable[TransferJob]
-) -> tuple[int, TransferJob] | None:
+def _met_blocks(job: TransferJob, others: Iterable[TransferJob]) -> tuple[int, TransferJob] | None:
     """A block that a job and another one use, one of them writing it; and that other."""
     for other in others:
         if job.direction == other.direction == "store":

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NoReturn, TextIO
 
 from kvpolicy import __version__
-from kvpolicy.cli import explain, plugins, roundtrip
+from kvpolicy.cli import bench, explain, new_plugin, plugins, roundtrip
 from kvpolicy.cli.output import Output
 from kvpolicy.errors import KVPolicyError, OptionError
 
@@ -23,6 +23,8 @@ examples:
   kvpolicy plugins
   kvpolicy explain config.json --tp 2 --canonical
   kvpolicy roundtrip config.json --tp 2 --load-tp 4 --canonical --blocks 64
+  kvpolicy bench config.json
+  kvpolicy new-plugin few-layers
 
 exit status: 0 done, 1 verification failed, 2 wrong usage or unreadable input, 3 refused"""
 
@@ -44,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kvpolicy {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (plugins, explain, roundtrip):
+    for module in (plugins, explain, roundtrip, bench, new_plugin):
         module.add_to(commands)
     return parser
 

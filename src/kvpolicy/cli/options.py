@@ -43,9 +43,14 @@ def add_plugin_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--json", action="store_true", help="one JSON object on standard output")
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
+def add_model_options(parser: argparse.ArgumentParser, *, config_needed: bool = True) -> None:
     """The model, the grid, the cache and the engine."""
-    parser.add_argument("config", metavar="CONFIG.json", help="a model's Hugging Face config.json")
+    parser.add_argument(
+        "config",
+        metavar="CONFIG.json",
+        nargs=None if config_needed else "?",
+        help="a model's Hugging Face config.json",
+    )
     grid = parser.add_argument_group("grid")
     for name, text in _GRID.items():
         grid.add_argument(f"--{name}", type=int, default=None, metavar="N", help=f"{text} (1)")
