@@ -789,3 +789,32 @@ def test_a_pool_is_found_by_its_name(tmp_path, keep):
     (tmp_path / "text").write_text("no pool" * 1000)
     with pytest.raises(kv.PoolError, match="no pool that this version can read"):
         kv.PoolAddress.find("text", directory=tmp_path, keep=True)
+
+
+def test_a_pool_without_its_name_goes_with_its_last_process(tmp_path):
+    pool = kv.SharedHostPool("hidden", 4, 100, directory=tmp_path)
+    address = pool.address()
+    other = address.open()
+    pool.unlink()
+    pool.unlink()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(kv.PoolError, match="there is no pool"):
+        address.open()
+    other.rows[1, 2] = 9
+    assert pool.rows[1, 2] == 9
+    with kv.SharedHostPool("hidden", 4, 100, directory=tmp_path) as another:
+        assert not another.rows.any()  # the name is free
+        pool.close()
+        assert another.path.exists()  # and not taken away by the one that had it
+    other.rows[1, 3] = 8
+    other.close()
+
+
+def test_a_kept_pool_keeps_its_name(tmp_path):
+    sizes = {"directory": tmp_path, "keep": True, "nonce": "an engine"}
+    with (
+        kv.SharedHostPool("kept", 4, 100, **sizes) as pool,
+        pytest.raises(kv.PoolError, match="keeps its name"),
+    ):
+        pool.unlink()
+    assert pool.path.exists()

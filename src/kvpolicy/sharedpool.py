@@ -272,6 +272,19 @@ class SharedHostPool(HostPool):
         """What another process of this machine opens the pool by."""
         return self._address
 
+    def unlink(self) -> None:
+        """Takes the file's name away, when everybody who is to join has joined.
+
+        Nobody else joins after that, forked children neither, and the memory goes with the last
+        process, however it ends. Again does no harm.
+
+        Raises:
+            PoolError: a kept pool, which the next engine finds by its name.
+        """
+        if self._address.keep:
+            raise PoolError(f"the pool {self.path} is kept, so it keeps its name")
+        self._table.unlink()
+
     def close(self) -> None:
         """Leaves the pool; the last one removes it. Again does no harm.
 

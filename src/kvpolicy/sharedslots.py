@@ -187,6 +187,11 @@ class SharedTable(SlotTable):
                 if is_last and not self.file.keep:
                     self.file.remove()
 
+    def unlink(self) -> None:
+        """Takes the file's name away; whoever has it open goes on."""
+        with self.locked():
+            self.file.remove()
+
     def release(self) -> None:
         """After `leave`: closes the file; the memory goes when nobody looks at it any more."""
         self.file.close()

@@ -56,6 +56,7 @@ class KVPolicyOffloadingManager(CPUOffloadingManager):
         pool: the engine's.
         blocks_per_chunk: slots of a chunk.
         num_groups: how many cache groups are offloaded.
+        leaves_pool: whether to close the pool at the end, which else is the worker's.
         settings: as vLLM's manager takes them.
     """
 
@@ -64,6 +65,8 @@ class KVPolicyOffloadingManager(CPUOffloadingManager):
         pool: kvpolicy.HostPool,
         blocks_per_chunk: int,
         num_groups: int,
+        *,
+        leaves_pool: bool,
         **settings: Any,
     ) -> None:
         num_chunks = pool.num_slots // blocks_per_chunk
@@ -73,7 +76,7 @@ class KVPolicyOffloadingManager(CPUOffloadingManager):
         self._failed_jobs: set[int] = set()
         self._counts = dict.fromkeys(METRICS, 0)
         self._generation = 0
-        self._pool = pool
+        self._pool, self._leaves_pool = pool, leaves_pool
         self._adopt(num_chunks, blocks_per_chunk, num_groups)
 
     def _adopt(self, num_chunks: int, blocks_per_chunk: int, num_groups: int) -> None:
@@ -161,7 +164,7 @@ class KVPolicyOffloadingManager(CPUOffloadingManager):
         return stats
 
     def shutdown(self) -> None:
-        """Leaves the pool."""
+        """Leaves the pool, if it was joined for this."""
         super().shutdown()
-        if isinstance(self._pool, kvpolicy.SharedHostPool):
+        if self._leaves_pool and isinstance(self._pool, kvpolicy.SharedHostPool):
             self._pool.close()

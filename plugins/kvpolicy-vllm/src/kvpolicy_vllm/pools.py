@@ -122,17 +122,21 @@ def open_pool(
     return pool
 
 
-def find_pool(wish: PoolWish) -> kvpolicy.HostPool:
+def find_pool(wish: PoolWish) -> tuple[kvpolicy.HostPool, bool]:
     """The engine's pool, for its scheduler, once the workers have registered their caches.
+
+    The scheduler is the last to join, so that a pool in shared memory needs its name no more: what
+    kills the processes of an engine leaves no memory behind.
+
+    Returns:
+        The pool, and whether it was joined here, so that the scheduler is to leave it.
 
     Raises:
         VLLMConfigError: there is none.
     """
     pool = _opened.get(wish.engine)
-    if isinstance(pool, kvpolicy.SharedHostPool):
-        return pool.address().open()
     if pool is not None:
-        return pool
+        return pool, False
     if wish.own_memory:
         raise VLLMConfigError(
             "the scheduler finds no host pool in its process: the worker runs elsewhere, or has "
@@ -143,9 +147,12 @@ def find_pool(wish: PoolWish) -> kvpolicy.HostPool:
         address = kvpolicy.PoolAddress.find(name, directory=directory, keep=wish.file is not None)
         if address.nonce != wish.engine:
             raise kvpolicy.PoolError(f"{directory / name} belongs to another engine")
-        return address.open()
+        shared = address.open()
     except kvpolicy.PoolError as error:
         raise VLLMConfigError(f"the scheduler finds no host pool of its workers: {error}") from None
+    if not address.keep:
+        shared.unlink()
+    return shared, True
 
 
 def forget_others(

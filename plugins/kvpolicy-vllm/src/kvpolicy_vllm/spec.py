@@ -65,10 +65,12 @@ class KVPolicyOffloadingSpec(OffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         """The scheduler's book of chunks; the workers have made the pool by then."""
         if self._manager is None:
+            pool, joined = find_pool(self.pool)
             self._manager = KVPolicyOffloadingManager(
-                find_pool(self.pool),
+                pool,
                 self.blocks_per_chunk,
                 len(self.groups),
+                leaves_pool=joined,
                 cache_policy=self.extra_config.get("eviction_policy", "lru"),
                 cache_policy_module_path=self.extra_config.get("cache_policy_module_path"),
                 enable_events=self.kv_events_config.enable_kv_cache_events,

@@ -87,13 +87,13 @@ def swept(engine_id: str = ""):
     An engine whose id is given must have left nothing that bears it.
     """
     before = left_over()
-    yield
-    for name in left_over() - before:
-        if name.startswith("vllm_dist_"):
+    try:
+        yield
+    finally:
+        theirs = {name for name in left_over() - before if name.startswith("vllm_dist_")}
+        ours = {path.name for path in SHARED.iterdir() if engine_id and engine_id in path.name}
+        for name in theirs | ours:
             (SHARED / name).unlink(missing_ok=True)
-    ours = [path.name for path in SHARED.iterdir() if engine_id and engine_id in path.name]
-    for name in ours:
-        (SHARED / name).unlink()
     assert not ours, f"left in {SHARED}: {ours}"
 
 

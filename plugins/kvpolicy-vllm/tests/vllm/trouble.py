@@ -10,9 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from harness import HERE, MARK, connector, environment, seconds, swept
-from models import make_model
-from safetensors.torch import load_file, save_file
+from harness import HERE, MARK, connector, environment, identified, seconds, swept
 
 
 def _version() -> str:
@@ -41,6 +39,7 @@ def run(
     **engine: Any,
 ) -> tuple[list[Any], str]:
     """As `harness.run`, with the steps of engine_steps.py; a variable that is None is not set."""
+    connector, engine_id = identified(connector)
     request = {
         "models": str(models),
         "model": model,
@@ -56,7 +55,7 @@ def run(
     )
     for name in [name for name, value in given.items() if value is None]:
         env.pop(name, None)
-    with swept():
+    with swept(engine_id):
         done = subprocess.run(
             [sys.executable, str(HERE / "engine_steps.py")],
             input=json.dumps(request),
@@ -111,6 +110,9 @@ def said(log: str, words: str) -> list[str]:
 @contextlib.contextmanager
 def other_weights(models: Path, kind: str, dtype: str):
     """Meanwhile the model's file holds other weights; then it is what it was, its time too."""
+    from models import make_model
+    from safetensors.torch import load_file, save_file
+
     file = make_model(models, kind, dtype) / "model.safetensors"
     aside = file.with_suffix(".aside")
     weights = {name: weight.neg() for name, weight in load_file(file).items()}
