@@ -60,8 +60,20 @@ def test_the_rank_that_differs_and_what_differs_are_named():
     assert (
         "decision (rank 0: [False, 'LBHNC', None], rank 2: [False, 'LBHNC', 'canonical'])" in said
     )
-    assert "formats (rank 0: {'group-0'" not in said  # one group of its default name
+    assert "plugins (" not in said
     assert "formats (rank 0: {'attention': " in said
+
+
+def test_of_the_plugins_only_those_that_differ_are_named():
+    one = ranks.identity(connector())
+    other = one | {
+        "fingerprint": "other",
+        "plugins": (*one["plugins"][1:], "x 1 of x at priority 3"),
+    }
+    with pytest.raises(VLLMConfigError) as refused:
+        ranks.check_agreement([one, other])
+    first = one["plugins"][0]
+    assert f"plugins (rank 0: {first}, rank 1: x 1 of x at priority 3); give" in str(refused.value)
 
 
 def test_what_one_rank_cannot_do_no_rank_does(monkeypatch):

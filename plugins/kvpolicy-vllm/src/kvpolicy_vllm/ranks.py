@@ -109,12 +109,19 @@ def identity(offload: kvpolicy.Connector) -> Mapping[str, Any]:
     return {
         "fingerprint": offload.fingerprint,
         "decision": [decision.cross_layer_blocks, str(decision.layout), decision.decided_by],
-        "plugins": [
-            f"{info.name} {info.version} of {info.distribution}, priority {info.priority}"
+        "plugins": tuple(
+            f"{info.name} {info.version} of {info.distribution} at priority {info.priority}"
             for info in (plugin.info for plugin in offload.plugins.active)
-        ],
+        ),
         "formats": {name: fmt.format_id for name, fmt in offload.formats.items()},
     }
+
+
+def _beside(value: Any, other: Any) -> str:
+    """A value as it is told beside another: of the plugins those that the other has not."""
+    if isinstance(value, tuple):
+        return ", ".join(one for one in value if one not in other) or "none beside these"
+    return str(value)
 
 
 def check_agreement(identities: Sequence[Mapping[str, Any]]) -> None:
@@ -128,7 +135,8 @@ def check_agreement(identities: Sequence[Mapping[str, Any]]) -> None:
         if other["fingerprint"] == first["fingerprint"]:
             continue
         differences = [
-            f"{name} (rank 0: {first[name]}, rank {rank}: {other[name]})"
+            f"{name} (rank 0: {_beside(first[name], other[name])}, rank {rank}: "
+            f"{_beside(other[name], first[name])})"
             for name in ("decision", "plugins", "formats")
             if first[name] != other[name]
         ] or ["the grid or the pipeline stages"]

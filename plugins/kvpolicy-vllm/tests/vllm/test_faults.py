@@ -169,7 +169,10 @@ def test_a_load_of_one_of_several_groups_is_tried_three_times(models, faults, fa
         (
             {"priority": 200},
             None,
-            ["plugins (rank 0: ['canonical 0.", "acme-faults 1.0 of acme-faults, priority 200"],
+            [
+                "plugins (rank 0: acme-faults 1.0 of acme-faults at priority ",
+                "rank 1: acme-faults 1.0 of acme-faults at priority 200)",
+            ],
         ),
         (
             {"vote": True, "priority": 200},
