@@ -188,7 +188,7 @@ def idle(llm: Any) -> dict[str, int]:
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     ours = _connector()
     return {
-        "scheduler jobs": len(scheduler.connector.scheduler._jobs),
+        "scheduler jobs": len(scheduler.connector.connector_scheduler._jobs),
         "requests": len(scheduler.requests),
         "worker jobs": len(ours.connector_worker.worker._jobs),
         "loads": len(ours.connector_worker._load_jobs),

@@ -15,8 +15,14 @@ from harness import (
     paragraph,
     run,
 )
+from trouble import BEFORE_0_30
 
-pytestmark = NEEDS_VLLM
+pytestmark = [
+    *NEEDS_VLLM,
+    pytest.mark.skipif(
+        BEFORE_0_30, reason="vLLM 0.28 misses a name when it loads such a model on the CPU"
+    ),
+]
 
 PROMPT, OTHER, HELD = [1, 512], [2, 256], 32 + 16
 BLOCK_BYTES = 4 * 16 * 576 * 2  # layers, tokens, latent and rotated key, bfloat16

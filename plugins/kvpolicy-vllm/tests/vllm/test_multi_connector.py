@@ -25,6 +25,7 @@ def test_it_serves_first_and_its_statistics_arrive(models, plain, tmp_path, know
     """The other one stores too; vLLM loads from the first that has what a request wants.
 
     Where VLLM_PLUGINS hides the name, vLLM still asks for our class by it when statistics arrive.
+    In one process with the engine, vLLM 0.28 cannot read statistics of several connectors.
     """
     hidden = known_by == "module path"
     other = {
@@ -45,7 +46,7 @@ def test_it_serves_first_and_its_statistics_arrive(models, plain, tmp_path, know
         *(["reset"], ["corrupt"], ["generate", LONG]),
     ]
     environ = {"VLLM_PLUGINS": ""} if hidden else None
-    results, log = run(models, steps, both, in_process=not hidden, environ=environ)
+    results, log = run(models, steps, both, in_process=False, environ=environ)
     long, short, _, again, metrics, _, held, corrupted = results
     assert_same(long + short + again, plain["long"] + plain["short"] + plain["long"])
     assert again[0]["cached"] == corrupted[0]["cached"] == 4 * BLOCK
