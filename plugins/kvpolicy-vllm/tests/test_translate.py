@@ -270,7 +270,7 @@ def test_the_order_asked_for_is_hnd_unless_only_nhd_is_taken():
     ("changes", "words"),
     [
         ({"canonical": "true"}, "canonical_layout is true or false, not 'true'"),
-        ({"options": ["slab"]}, "kvpolicy is a mapping"),
+        ({"options": ["slab"]}, "is a mapping of options, not"),
         ({"canonical_layuot": True}, "no 'canonical_layuot'; did you mean 'canonical_layout'"),
         ({"pool_file": 5}, "pool_file is the path of a file, not 5"),
         ({"pool_file": ""}, "pool_file is the path of a file, not ''"),

@@ -24,6 +24,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 
 import kvpolicy
+import kvpolicy_vllm
 from kvpolicy_vllm import compat, translate
 from kvpolicy_vllm.compat import LOGGER
 from kvpolicy_vllm.errors import VLLMConfigError, VLLMTransferError
@@ -239,7 +240,8 @@ class KVPolicyConnector(OffloadingConnector):
         if policy != "recompute":
             logger.warning(
                 "kvpolicy: kv_load_failure_policy is %r: a load that fails ends its request; set "
-                "it to 'recompute' to compute such blocks again",
+                "it to 'recompute' to compute such blocks again (under MultiConnector, the "
+                "outermost one counts)",
                 policy,
             )
         if len(self._kv_cache_config.kv_cache_groups) > 1 and not compat.has_request_failures():
@@ -314,7 +316,8 @@ class KVPolicyConnector(OffloadingConnector):
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's, which reads the extra config on its own."""
+        """As vLLM's, which reads the extra config on its own, and finds our class by its name."""
+        kvpolicy_vllm.register()  # where VLLM_PLUGINS hides it, nobody else has
         _use_our_spec(vllm_config)
         return super().build_prom_metrics(vllm_config, *args, **kwargs)
 

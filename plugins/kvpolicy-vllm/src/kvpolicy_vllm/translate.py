@@ -51,7 +51,9 @@ def extra_config(vllm_config: Any) -> Mapping[str, Any]:
     if not isinstance(canonical, bool):
         raise VLLMConfigError(f"canonical_layout is true or false, not {canonical!r}")
     if not isinstance(options, Mapping):
-        raise VLLMConfigError(f"kvpolicy is a mapping of options, not {options!r}")
+        raise VLLMConfigError(
+            f"kv_connector_extra_config['kvpolicy'] is a mapping of options, not {options!r}"
+        )
     if pool_file is not None and not (isinstance(pool_file, str) and pool_file):
         raise VLLMConfigError(f"pool_file is the path of a file, not {pool_file!r}")
     return extra

@@ -210,10 +210,20 @@ STEPS = {
 def declare_layouts(names: list[str]) -> None:
     """Makes the CPU backend declare layouts: its kernels follow strides that it does not offer."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-    from vllm.v1.kv_cache_layout import KVCacheLayout
 
-    layouts = tuple(KVCacheLayout[name] for name in names)
-    CPUAttentionBackend.supported_kv_cache_layouts = classmethod(lambda cls: layouts)
+    if hasattr(CPUAttentionBackend, "supported_kv_cache_layouts"):
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
+        layouts = tuple(KVCacheLayout[name] for name in names)
+        CPUAttentionBackend.supported_kv_cache_layouts = classmethod(lambda cls: layouts)
+        return
+    # vLLM 0.28 asks for the order of a slab, and takes blocks outermost for being stride-aware.
+    slab = tuple("LBHNC".index(axis) for axis in names[-1])
+
+    def order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        return slab if include_num_layers_dimension else (0, 1, 2, 3)
+
+    CPUAttentionBackend.get_kv_cache_stride_order = staticmethod(order)
 
 
 def main() -> None:

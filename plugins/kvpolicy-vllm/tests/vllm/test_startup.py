@@ -15,7 +15,7 @@ pytestmark = NEEDS_VLLM
         ({"cpu_bytes_to_use": "8GiB"}, "found '8GiB'"),
         ({"cpu_bytes_to_use": 4096}, "less than one chunk of 1 block"),
         ({"canonical_layout": "yes"}, "canonical_layout is true or false"),
-        ({"kvpolicy": "slab"}, "kvpolicy is a mapping of options, not 'slab'"),
+        ({"kvpolicy": "slab"}, "is a mapping of options, not 'slab'"),
         ({"kvpolicy": {"plugin": []}}, "did you mean 'plugins'?"),
         ({"kvpolicy": {"plugins": ["slap"]}}, "slap"),
         ({"spec_name": "CPUOffloadingSpec"}, "KVPolicyConnector brings its own"),
