@@ -233,18 +233,7 @@ def check_races(rig: Any, path: str) -> None:
         rig.later(erase, slow=side == 0)
         twins.run(side, [twins.connectors[side].load([1, 2, 3], [4, 5, 6])])
 
-    def one_block(side: int) -> None:
-        made = twins.connectors[side]
-        fill(twins.caches[side], contents(twins.caches[side], 3))
-        rig.settle()
-        rig.later(lambda: None, slow=side == 0)
-        first = made.store([1, 2], [0, 4])
-        if side:  # the twin shows what comes of one after the other
-            twins.run(side, [first])
-        second = made.load([2, 3], [2, 1])
-        twins.run(side, [second] if side else [first, second])
-
-    for act in (slow_writer, slow_eraser, one_block):
+    for act in (slow_writer, slow_eraser):
         twins.both(act)
         twins.compare(act.__name__.replace("_", " "))
 
