@@ -3,8 +3,9 @@
 A page's blocks run in order. ``python`` blocks share one namespace and a temporary directory; one
 that begins with ``# name.py`` is also a file there, and the tests in a ``# test_name.py`` are run.
 A ``toml`` block is a pyproject that installs those files, with its entry points, for the rest of
-the page. ``console`` and ``bash`` commands run in the checkout, and what a ``console`` block shows
-after one must be its output, line ends aside. A ``json`` block after a ``--json`` command is its
+the page. ``console`` and ``bash`` commands run in that directory, which has the checkout's tests,
+and what a ``console`` block shows after one must be its output, line ends aside; ``> name`` keeps
+standard output in a file. A ``json`` block after a ``--json`` command is its
 object, every list cut to its first entry. What is not to be run is marked ``text``.
 """
 
@@ -139,6 +140,7 @@ class Reader:
 
     def __post_init__(self) -> None:
         self.monkeypatch.syspath_prepend(self.home)
+        (self.home / "tests").symlink_to(ROOT / "tests")
         installed = importlib.metadata.distributions
 
         def distributions() -> Iterator[importlib.metadata.Distribution]:
@@ -206,8 +208,11 @@ class Reader:
                 assert words[1] in targets, f"{block}: {command}"
             if words[:1] != ["kvpolicy"]:
                 return
-            environment.chdir(ROOT)
-            self.status, self.printed, both = run(words[1:])
+            environment.chdir(self.home)
+            kept = words.pop() if words[-2:-1] == [">"] else None
+            self.status, self.printed, both = run([word for word in words[1:] if word != ">"])
+            if kept is not None:
+                (self.home / kept).write_text(self.printed)
         if shown:
             timed = words[1] == "roundtrip" and not self.status
             assert told(shown, timed=timed) == told(both, timed=timed), f"{block}: {command}"
