@@ -838,6 +838,25 @@ def test_nobody_writes_a_block_that_another_job_uses(first: str, second: str, re
     assert finish(connector, submit(second, 2, 4)).ok  # and its slot was not left in use
 
 
+def test_an_interrupted_job_leaves_its_blocks() -> None:
+    class Interrupted:
+        priority = 10
+        comes = True
+
+        @kv.hookimpl
+        def transfer(self, job: kv.TransferJob) -> None:
+            if self.comes:
+                raise KeyboardInterrupt
+
+    plugin = Interrupted()
+    connector, _ = connect([plugin])
+    with pytest.raises(KeyboardInterrupt):
+        connector.store([2], [0])
+    plugin.comes = False
+    assert finish(connector, connector.store([1], [1])).ok
+    assert finish(connector, connector.load([1], [2])).ok
+
+
 # A pool that comes after start-up.
 
 

@@ -203,16 +203,17 @@ class Jobs:
         """
         begun = time.perf_counter()
         everything = frozenset(job.destinations.tolist())
-        self._use_blocks(job, claim)
         if not job.bytes:
             claim.settle(frozenset())
             self.finished(TransferResult(job_id=job.job_id, ok=True, bytes=0, seconds=0.0))
             return
+        self._use_blocks(job, claim)
         for plugin in plugins.having("transfer"):
             try:
                 handle = plugin.call("transfer", job=job)
             except BaseException as error:  # noqa: BLE001  see spare
                 claim.settle(everything)
+                self._leave_blocks(job)
                 spare(error)
                 self._spoilt(job, plugin.info, f"raised {told(error)}", begun)
                 return
@@ -228,7 +229,7 @@ class Jobs:
             self._spoilt(job, plugin.info, what, begun)
             return
         claim.undo()
-        self._using.pop(job.job_id, None)
+        self._leave_blocks(job)
         asked = ", ".join(plugin.info.name for plugin in plugins.having("transfer"))
         raise NoTransferError(
             f"no transfer plugin takes a {job.direction} of tensors on {job.device!r}; asked: "
@@ -255,6 +256,10 @@ class Jobs:
                     f"wait for it before this {job.direction}"
                 )
             self.collect()
+
+    def _leave_blocks(self, job: TransferJob) -> None:
+        with self._lock:
+            self._using.pop(job.job_id, None)
 
     def _spoilt(self, job: TransferJob, info: PluginInfo, what: str, begun: float) -> None:
         seconds = time.perf_counter() - begun
