@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvpolicy.cli.options import add_plugin_options, plugins_of
-from kvpolicy.cli.output import Output, size, table
+from kvpolicy.cli.output import Output, progress, size, table
 from kvpolicy.errors import OptionError
 from kvpolicy.models import load_config
 from kvpolicy.words import close_names
@@ -169,7 +166,7 @@ def _measured(args: argparse.Namespace, out: Output) -> dict[str, Any]:
     )
     with (
         bench_measure.exact_threads(args.threads),
-        _progress(out, len(cases) * (args.rounds + 1)) as step,
+        progress(out, len(cases) * (args.rounds + 1)) as step,
     ):
         costs, unable = bench_measure.taken_by(plugins, _names(args, plugins))
         names = [cost["plugin"] for cost in costs]
@@ -208,21 +205,6 @@ _UNSAID: Mapping[str, Any] = {
     "encoding": "",
     "backend_layouts": None,
 }
-
-
-@contextlib.contextmanager
-def _progress(out: Output, steps: int) -> Iterator[Callable[[str], None]]:
-    """A bar over all rounds, on a terminal only; yields what advances it."""
-    shown = sys.stderr.isatty() and not out.json
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not shown, transient=True) as bar:
-        task = bar.add_task("starting", total=steps)
-
-        def step(what: str) -> None:
-            bar.update(task, advance=1, description=what)
-
-        yield step
 
 
 def _page(count: int | None) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 import attrs
@@ -98,3 +99,21 @@ def table(*columns: str, rows: Iterable[Sequence[object]], title: str = "") -> T
 def size(count: int | None) -> str:
     """A number of bytes for people, exact."""
     return "-" if count is None else f"{count:,} B"
+
+
+@contextlib.contextmanager
+def progress(out: Output, steps: int) -> Iterator[Callable[[str], None]]:
+    """A bar over all steps, on a terminal only; yields what advances it and says what is done."""
+    # Most commands show none, and need not wait for this import.
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    shown = sys.stderr.isatty() and not out.json
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not shown, transient=True) as bar:
+        task = bar.add_task("starting", total=steps)
+
+        def step(what: str) -> None:
+            bar.update(task, advance=1, description=what)
+
+        yield step

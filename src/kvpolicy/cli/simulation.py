@@ -10,20 +10,17 @@ import contextlib
 import math
 import os
 import secrets
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import attrs
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvpolicy.cli.engine import owned_heads
 from kvpolicy.cli.moving import Side, move_rank
 from kvpolicy.cli.options import context_of, engine_of, plugins_of
-from kvpolicy.cli.output import Output
+from kvpolicy.cli.output import Output, progress
 from kvpolicy.cli.processes import Task, check_processes, move_side
 from kvpolicy.cli.processes import at_once as ranks_at_once
 from kvpolicy.connector import Connector
@@ -74,7 +71,7 @@ def round_trip(args: argparse.Namespace, out: Output) -> dict[str, Any]:
     _check_memory(record_bytes * slots, at_once, storing, loading)
     with (
         _pool(args, slots, record_bytes, max(sizes)) as pool,
-        _progress(out, sum(sizes)) as step,
+        progress(out, sum(sizes)) as step,
     ):
         stored = _move("store", args, one, plugins, pool, moved, step)
         # What was not stored cannot be loaded: the report says which stores failed.
@@ -105,21 +102,6 @@ def round_trip(args: argparse.Namespace, out: Output) -> dict[str, Any]:
         "errors": [*stored.errors, *loaded.errors],
         "engine": engine_of(storing),
     }
-
-
-@contextlib.contextmanager
-def _progress(out: Output, ranks: int) -> Iterator[Callable[[str], None]]:
-    """A bar over all ranks, on a terminal only; yields what advances it."""
-    shown = sys.stderr.isatty() and not out.json
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not shown, transient=True) as bar:
-        task = bar.add_task("starting", total=ranks)
-
-        def step(what: str) -> None:
-            bar.update(task, advance=1, description=what)
-
-        yield step
 
 
 def _moved(wanted: Sequence[str], context: PolicyContext) -> tuple[str, ...]:

@@ -327,12 +327,17 @@ def key_meaning(vllm_config: Any) -> Mapping[str, str | int]:
     described = json.dumps(text.to_dict(), sort_keys=True, default=str)
     return {
         "model": str(model.model),
-        "model_config": hashlib.sha256(described.encode()).hexdigest()[:16],
+        "model_config": short_digest(described),
         "weights": _weights(model),
         "quantization": str(model.quantization or ""),
         "hash_algorithm": algorithm,
-        "hash_seed": "" if seed is None else hashlib.sha256(seed.encode()).hexdigest()[:16],
+        "hash_seed": "" if seed is None else short_digest(seed),
     }
+
+
+def short_digest(text: str) -> str:
+    """What tells texts apart, for a pool's contents; 64 bits in hex."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def has_default_seed() -> bool:
@@ -349,6 +354,7 @@ def _weights(model: Any) -> str:
     files = [
         (path.name, found.st_size, found.st_mtime_ns)
         for path in sorted(folder.iterdir())
-        if path.suffix in (".safetensors", ".bin", ".pt", ".gguf") and (found := path.stat())
+        if path.suffix in (".safetensors", ".bin", ".pt", ".gguf")
+        for found in [path.stat()]
     ]
-    return hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]
+    return short_digest(json.dumps(files))

@@ -6,7 +6,6 @@ through it go all transfers.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +27,6 @@ import kvpolicy_vllm
 from kvpolicy_vllm import compat, translate
 from kvpolicy_vllm.compat import LOGGER
 from kvpolicy_vllm.errors import VLLMConfigError, VLLMTransferError
-from kvpolicy_vllm.manager import KVPolicyOffloadingManager
 from kvpolicy_vllm.pools import forget_others, open_pool
 from kvpolicy_vllm.ranks import (
     Held,
@@ -181,6 +179,7 @@ class KVPolicyConnector(OffloadingConnector):
                 is_as_asked=wish.cross_layer_blocks == is_slab,
             )
             offload = kvpolicy.Connector(context)
+            _check_copy_engine(offload, kv_caches)
             return identity(offload)
 
         offload: kvpolicy.Connector | None = None
@@ -192,7 +191,6 @@ class KVPolicyConnector(OffloadingConnector):
         if rank == 0 and isinstance(pool, kvpolicy.SharedHostPool):
             found = forget_others(pool, offload.formats)
         # vLLM also lists layers that share another's cache; those are stored with their owner.
-        _check_copy_engine(offload, kv_caches)
         own = {n: t for n, t in kv_caches.items() if n in offload.context.stage_layers}
         on_all_ranks(lambda: offload.register(own))
         if rank == 0:
@@ -232,7 +230,7 @@ class KVPolicyConnector(OffloadingConnector):
             **compat.key_meaning(self._vllm_config),
             "tokens_per_hash": cache.tokens_per_hash,
             "blocks_per_chunk": cache.blocks_per_chunk,
-            "groups": hashlib.sha256("\n".join(groups).encode()).hexdigest()[:16],
+            "groups": compat.short_digest("\n".join(groups)),
         }
 
     def _warn_of_failures(self) -> None:
@@ -303,9 +301,7 @@ class KVPolicyConnector(OffloadingConnector):
         """As vLLM's; chunks of failed jobs become misses first, or they would be hit again."""
         meta = connector_output.kv_connector_worker_meta
         scheduler = self.connector_scheduler
-        if isinstance(meta, KVPolicyWorkerMetadata) and isinstance(
-            scheduler.manager, KVPolicyOffloadingManager
-        ):
+        if isinstance(meta, KVPolicyWorkerMetadata):
             for job_id in meta.failed_jobs:
                 # A job from before a reset is gone, and so are its chunks.
                 if (job := scheduler._jobs.get(job_id)) is not None:
