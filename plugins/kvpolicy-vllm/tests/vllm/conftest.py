@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,9 +12,17 @@ HERE = Path(__file__).parent
 sys.path.append(str(HERE))  # test modules import the harness, engines import the models
 pytest.register_assert_rewrite("harness")
 
-from harness import LONG, SHORT, run  # noqa: E402
+from harness import LONG, SHORT, installed, run  # noqa: E402
 
 _FIGURES: list[str] = []
+
+
+@pytest.fixture(scope="session", autouse=True)
+def sockets():
+    """A folder for the sockets of engines, which vLLM leaves behind where it made them."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_RPC_BASE_PATH", folder)
+        yield
 
 
 @pytest.fixture
@@ -45,17 +53,4 @@ def plain(models):
 @pytest.fixture(scope="session")
 def outside(tmp_path_factory):
     """A folder with the wheel of ``outside/``, installed: kvpolicy plugins of somebody else's."""
-    built, installed = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("installed")
-    for command in (
-        ("hatchling", "build", "-t", "wheel", "-d", built),
-        (
-            *("pip", "--disable-pip-version-check", "install", "-qq", "--no-deps", "--no-index"),
-            *("--find-links", built, "--target", installed, "acme-kv"),
-        ),
-    ):
-        words = [sys.executable, "-m", *map(str, command)]
-        done = subprocess.run(
-            words, cwd=HERE / "outside", capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-    return installed
+    return installed(tmp_path_factory.mktemp, "outside", "acme-kv")

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +52,18 @@ def connector(*, module: bool = False, **extra: Any) -> dict[str, Any]:
 
 
 def environment(
-    *, in_process: bool = True, path: Path | None = None, environ: dict[str, str] | None = None
+    *,
+    in_process: bool = True,
+    path: Path | None = None,
+    environ: dict[str, str | None] | None = None,
 ) -> dict[str, str]:
-    """An engine's environment; ``path`` holds installed distributions, as PYTHONPATH does."""
+    """An engine's environment; ``path`` holds installed distributions, as PYTHONPATH does.
+
+    A variable that is None is not set.
+    """
     paths = [str(path)] if path else []
     paths += [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
-    return os.environ | {
+    given = os.environ | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
         # Steps that run on the ranks reach them as functions.
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
@@ -68,6 +75,29 @@ def environment(
         "PYTHONPATH": os.pathsep.join(paths),
         **(environ or {}),
     }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def installed(make_folder: Callable[[str], Path], source: str, name: str) -> Path:
+    """A folder with a distribution of this one, built as a wheel and installed from it.
+
+    Args:
+        make_folder: makes a new folder.
+        source: where the distribution lies, beside this file.
+        name: its own.
+    """
+    built, found = make_folder("wheel"), make_folder("installed")
+    for command in (
+        ("hatchling", "build", "-t", "wheel", "-d", built),
+        (
+            *("pip", "--disable-pip-version-check", "install", "-qq", "--no-deps", "--no-index"),
+            *("--find-links", built, "--target", found, name),
+        ),
+    ):
+        words = [sys.executable, "-m", *map(str, command)]
+        done = subprocess.run(words, cwd=HERE / source, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return found
 
 
 def left_over() -> set[str]:
@@ -112,12 +142,13 @@ def run(
     dtype: str = "bfloat16",
     layouts: list[str] | None = None,
     in_process: bool = True,
-    refused: bool = False,
+    ends_badly: bool = False,
     path: Path | None = None,
-    environ: dict[str, str] | None = None,
+    environ: dict[str, str | None] | None = None,
+    script: str = "engine.py",
     **engine: Any,
 ) -> tuple[list[Any], str]:
-    """The steps' results and what the engine logged; if refused, no results."""
+    """The steps' results and what the engine logged; if it is to end badly, no results."""
     connector, engine_id = identified(connector)
     request = {
         "models": str(models),
@@ -130,7 +161,7 @@ def run(
     }
     with swept(engine_id):
         done = subprocess.run(
-            [sys.executable, str(HERE / "engine.py")],
+            [sys.executable, str(HERE / script)],
             input=json.dumps(request),
             capture_output=True,
             text=True,
@@ -139,7 +170,7 @@ def run(
             check=False,
         )
     log = done.stdout + done.stderr
-    if refused:
+    if ends_badly:
         assert done.returncode, log[-4000:]
         return [], log
     assert not done.returncode, log[-6000:]

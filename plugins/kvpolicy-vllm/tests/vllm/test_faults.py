@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 from harness import (
     BLOCK,
-    HERE,
     LONG,
     NEEDS_VLLM,
     RECORD_BYTES,
@@ -18,6 +14,7 @@ from harness import (
     assert_changed,
     assert_same,
     connector,
+    installed,
     paragraph,
 )
 from trouble import BEFORE_0_30, FAULTS, faulty, run, said, spoilable, told
@@ -30,20 +27,7 @@ TWO = {"in_process": False, "tensor_parallel_size": 2}
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory):
     """A folder with acme-faults, installed from its wheel."""
-    built, installed = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("installed")
-    for command in (
-        ("hatchling", "build", "-t", "wheel", "-d", built),
-        (
-            *("pip", "--disable-pip-version-check", "install", "-qq", "--no-deps", "--no-index"),
-            *("--find-links", built, "--target", installed, "acme-faults"),
-        ),
-    ):
-        words = [sys.executable, "-m", *map(str, command)]
-        done = subprocess.run(
-            words, cwd=HERE / "faults", capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-    return installed
+    return installed(tmp_path_factory.mktemp, "faults", "acme-faults")
 
 
 def cached(*answers):

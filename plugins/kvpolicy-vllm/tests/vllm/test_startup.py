@@ -22,7 +22,7 @@ pytestmark = NEEDS_VLLM
     ],
 )
 def test_a_wrong_setting_stops_the_engine_with_its_reason(models, change, words):
-    _, log = run(models, [], connector(**change), refused=True)
+    _, log = run(models, [], connector(**change), ends_badly=True)
     assert words in log
 
 
@@ -31,7 +31,7 @@ def test_canonical_pages_that_nobody_certifies_stop_the_engine(models):
     config = connector(
         canonical_layout=True, kvpolicy={"plugins": [], "priority": {"cross-layer": 200}}
     )
-    _, log = run(models, [], config, layouts=SLABS, refused=True)
+    _, log = run(models, [], config, layouts=SLABS, ends_badly=True)
     assert "model.layers.0-3.self_attn.attn (4 layers): uncertified" in log
     assert "which cross-layer decided; lower that plugin's priority" in log
 
@@ -39,14 +39,14 @@ def test_canonical_pages_that_nobody_certifies_stop_the_engine(models):
 def test_opposite_votes_at_one_priority_stop_the_engine(models, outside):
     options = {"plugins": ["acme-slab", "acme-layers"], "priority": {"acme-layers": 300}}
     config = connector(canonical_layout=True, kvpolicy=options)
-    _, log = run(models, [], config, layouts=SLABS, path=outside, refused=True)
+    _, log = run(models, [], config, layouts=SLABS, path=outside, ends_badly=True)
     assert "opposite votes at priority 300: 'acme-layers' votes per-layer" in log
     assert "'acme-slab' votes cross-layer (acme moves whole blocks)" in log
 
 
 def test_a_plugin_at_fault_stops_an_engine_that_is_strict(models, outside):
     config = connector(kvpolicy={"plugins": ["acme-broken"], "strict": True})
-    _, log = run(models, [], config, path=outside, refused=True)
+    _, log = run(models, [], config, path=outside, ends_badly=True)
     assert "acme-broken" in log
     assert "acme-kv 3.1" in log
     assert "has no attribute 'forgotten'" in log

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from harness import HERE, MARK, connector, environment, identified, seconds, swept
+import harness
+from harness import connector, seconds
 
 
 def _version() -> str:
@@ -24,54 +24,8 @@ FAULTS = ["acme-faults"]
 BEFORE_0_30 = tuple(map(int, _version().split(".")[:2])) < (0, 30)
 
 
-def run(
-    models: Path,
-    steps: list[list[Any]],
-    connector: dict[str, Any] | None = None,
-    *,
-    model: str = "qwen3",
-    dtype: str = "bfloat16",
-    layouts: list[str] | None = None,
-    in_process: bool = True,
-    ends_badly: bool = False,
-    path: Path | None = None,
-    environ: dict[str, str | None] | None = None,
-    **engine: Any,
-) -> tuple[list[Any], str]:
-    """As `harness.run`, with the steps of engine_steps.py; a variable that is None is not set."""
-    connector, engine_id = identified(connector)
-    request = {
-        "models": str(models),
-        "model": model,
-        "dtype": dtype,
-        "connector": connector,
-        "layouts": layouts,
-        "engine": engine,
-        "steps": steps,
-    }
-    given = environ or {}
-    env = environment(
-        in_process=in_process, path=path, environ={k: v for k, v in given.items() if v is not None}
-    )
-    for name in [name for name, value in given.items() if value is None]:
-        env.pop(name, None)
-    with swept(engine_id):
-        done = subprocess.run(
-            [sys.executable, str(HERE / "engine_steps.py")],
-            input=json.dumps(request),
-            capture_output=True,
-            text=True,
-            env=env,
-            timeout=280,
-            check=False,
-        )
-    log = done.stdout + done.stderr
-    if ends_badly:
-        assert done.returncode, log[-4000:]
-        return [], log
-    assert not done.returncode, log[-6000:]
-    (answer,) = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
-    return json.loads(answer.removeprefix(MARK))["results"], log
+run = functools.partial(harness.run, script="engine_steps.py")
+"""As `harness.run`, with the steps of engine_steps.py."""
 
 
 def faulty(*faults: dict[str, Any], **ranks: dict[str, Any]) -> dict[str, str]:
