@@ -168,6 +168,55 @@ def test_a_plot_without_matplotlib_says_what_to_install(capsys, monkeypatch):
     assert "--plot needs matplotlib: pip install 'kvpolicy[plot]'" in said
 
 
+# What copy engines have measured of themselves.
+
+
+class Measured:
+    priority = 10
+
+    def __init__(self, calibration):
+        self.calibration = calibration
+
+    @kv.hookimpl
+    def transfer(self, job):
+        return None
+
+
+def calibrated(monkeypatch, capsys, *words, **plugins):
+    chosen = kv.load_plugins(kv.select(names=(), environ={}), plugins)
+    monkeypatch.setattr(bench, "plugins_of", lambda args: chosen)
+    status = main(["bench", "--calibration", *words])
+    return status, *capsys.readouterr()
+
+
+def fails():
+    raise OSError("no device")
+
+
+def test_the_calibration_of_every_engine_that_has_one_is_printed(monkeypatch, capsys):
+    found = {"cuda:0": {"store": 65536, "measured": "a device"}}
+    engines = {"acme": Measured(lambda: found), "other": Measured(fails), "odd": Measured(set)}
+    status, told, _ = calibrated(monkeypatch, capsys, "--json", **engines)
+    assert status == 0
+    assert json.loads(told)["calibration"] == {
+        "acme": found,
+        "other": "failed: OSError: no device",
+        "odd": "failed: TypeError: Object of type set is not JSON serializable",
+    }
+    status, told, _ = calibrated(monkeypatch, capsys, **engines)
+    words = told.split()
+    assert [word for word in ("acme", "cuda:0", "65,536", "OSError:") if word not in words] == []
+
+
+def test_without_an_engine_that_has_a_calibration_it_says_who_is_there(monkeypatch, capsys):
+    status, _, said = calibrated(monkeypatch, capsys)
+    assert status == 2
+    assert "no active transfer plugin has a calibration; active: host-copy" in said
+    status, _, said = calibrated(monkeypatch, capsys, "--layers", "3")
+    assert status == 2
+    assert "--calibration is of the machine and takes no CONFIG.json or sizes" in said
+
+
 # Who checks the bytes: each kind of lie is found.
 
 

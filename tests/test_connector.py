@@ -340,6 +340,57 @@ def test_a_shared_pool_outlives_the_connectors_that_close() -> None:
     assert set(caches["l"][0].flatten().tolist()) == {5}
 
 
+# Rows that a copy engine is shown before the first job.
+
+
+class Preparing:
+    name, priority = "acme", 10
+
+    def __init__(self) -> None:
+        self.shown: list[tuple[torch.Tensor, str]] = []
+        self.held: list[weakref.ref] = []
+
+    @kv.hookimpl
+    def transfer(self, job: kv.TransferJob) -> None:
+        assert self.shown[0][0] is job.rows
+        assert self.held[0]() is not None
+
+    def prepare_rows(self, rows: torch.Tensor, device: str) -> object:
+        self.shown.append((rows, device))
+        answer = np.zeros(1)
+        self.held.append(weakref.ref(answer))
+        return answer
+
+
+def test_a_copy_engine_is_shown_the_rows_once_and_what_it_answers_is_kept_until_close() -> None:
+    acme = Preparing()
+    connector, _ = connect([acme], layers={"a": SPEC, "b": SPEC})
+    for slot in range(2):
+        assert finish(connector, connector.store([slot], [slot])).ok
+    ((rows, device),) = acme.shown
+    assert rows is connector.host.rows
+    assert device == "cpu"
+    connector.close()
+    gc.collect()
+    assert acme.held[0]() is None
+
+
+def test_without_a_host_pool_there_are_no_rows_to_show() -> None:
+    acme = Preparing()
+    connect([acme], host=None)
+    assert not acme.shown
+
+
+def test_a_copy_engine_that_fails_on_the_rows_stops_the_registration_and_is_named() -> None:
+    acme = Preparing()
+    acme.prepare_rows = lambda rows, device: 1 // 0
+    with pytest.raises(
+        kv.RegistrationError, match=r"'acme' raised ZeroDivisionError: .* prepare the host rows"
+    ) as caught:
+        connect([acme])
+    assert caught.value.plugin_name == "acme"
+
+
 def test_a_connector_is_a_context_manager() -> None:
     connector, _ = connect()
     with connector as entered:

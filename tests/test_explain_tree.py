@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from kvpolicy.cli import main
-from kvpolicy.cli.tree import people
+from kvpolicy.cli.tree import people, refused
 from kvpolicy.decision import CastVote, decide
 from kvpolicy.errors import PolicyConflictError
 from kvpolicy.explain import explain_decision
@@ -61,6 +61,56 @@ def test_an_abstention_says_why(capsys):
     assert votes[:2] == ["100 canonical   abstains", "canonical is not requested"]
     assert votes[2] == "50 cross-layer abstains"
     assert "not stride-aware" in votes[3]
+
+
+def refusal_of(capsys, *words: object) -> str:
+    capsys.readouterr()
+    assert main(["explain", *(str(word) for word in words), "--plugins", ""]) == 3
+    return capsys.readouterr().out
+
+
+def test_a_refusal_shows_the_votes_and_what_stands_against_each_layer(capsys):
+    out = refusal_of(capsys, QWEN, "--canonical", "--priority", "cross-layer=200")
+    assert out.startswith("Refused (BLHNC, decided by cross-layer)\n")
+    votes = branch(out, "votes")
+    assert votes[0] == "200 cross-layer cross-layer, decides"
+    assert votes[2] == "100 canonical   per-layer, outvoted by cross-layer: 200 comes before 100"
+    layers = branch(out, "layers")
+    assert layers[0] == "model.layers.0-47.self_attn.attn, 48 layers: uncertified"
+    assert layers[1].startswith("no policy takes canonical pages in BLHNC, which cross-layer")
+
+
+def test_a_refusal_without_a_decision_shows_which_votes_are_opposite(capsys):
+    out = refusal_of(capsys, QWEN, "--canonical", "--priority", "cross-layer=100")
+    assert out.startswith("Refused (no decision: opposite votes at one priority)\n")
+    votes = branch(out, "votes")
+    assert votes[0] == "100 canonical   per-layer, opposed at this priority"
+    assert votes[-2] == "100 cross-layer cross-layer, opposed at this priority"
+    assert "layers\n" not in out
+
+
+def test_layers_that_are_fine_are_told_from_those_that_are_not(capsys):
+    assert main(["explain", str(QWEN), "--plugins", "", "--json"]) == 0
+    explained = json.loads(capsys.readouterr().out)
+    for layer in explained["layers"][40:]:
+        layer["refusal"] = {"code": "uncertified", "detail": "nobody [knows] why"}
+    stream = io.StringIO()
+    refused(explained, Console(file=stream, width=120))
+    assert branch(stream.getvalue(), "layers") == [
+        "model.layers.0-39.self_attn.attn, 40 layers: nothing against it",
+        "model.layers.40-47.self_attn.attn, 8 layers: uncertified",
+        "nobody [knows] why",
+    ]
+
+
+def test_what_an_active_plugin_says_of_itself_is_shown(capsys):
+    assert main(["explain", str(QWEN), "--plugins", "", "--json"]) == 0
+    explained = json.loads(capsys.readouterr().out)
+    assert [plugin["reason"] for plugin in explained["plugins"]] == [""] * 4
+    explained["plugins"][3]["reason"] = "no [fast] path here"
+    stream = io.StringIO()
+    people(explained, Console(file=stream, width=120))
+    assert "plugin       host-copy: no [fast] path here\n" in stream.getvalue()
 
 
 def test_layers_of_equal_spec_share_a_line_and_the_groups_say_what_a_record_is(capsys):
@@ -132,6 +182,7 @@ def test_what_is_said_of_each_vote_follows_from_the_rule(votes):
         "canonical": False,
         "decision": explain_decision(decision),
         "layers": [],
+        "plugins": [],
         "groups": [],
         "dtype": "",
         "engine": {"stride_aware": True, "layouts": None},
@@ -173,6 +224,7 @@ def test_an_ascii_terminal_gets_an_ascii_tree():
             "votes": [],
         },
         "layers": [],
+        "plugins": [],
         "groups": [],
         "dtype": "",
         "engine": {"stride_aware": True, "layouts": None},

@@ -77,7 +77,7 @@ def test_the_page_has_each_hook_with_its_exact_signature(name):
     assert re.sub(r"\s+", "", f"{name}{signature(name)}") in page
 
 
-@pytest.mark.parametrize("attribute", ["priority", "requires_api"])
+@pytest.mark.parametrize("attribute", ["priority", "requires_api", *hooks.FUNCTIONS])
 def test_the_page_tells_of_a_plugin_s_own_attributes(attribute):
     assert f"`{attribute}" in DOCS.read_text(encoding="utf-8")
 

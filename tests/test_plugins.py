@@ -315,6 +315,30 @@ def test_an_object_whose_attributes_raise_is_one_fault_among_good_plugins():
     assert listed(found, "fine").status == "active"
 
 
+# What a plugin says of itself, and does beside its hooks.
+
+
+@pytest.mark.parametrize("said", ["", "no batched copy: one call for each run"])
+def test_an_active_plugin_s_own_status_is_listed(said):
+    info = listed(chosen(plugins=[Voter(name="acme", status=lambda: said)]), "acme")
+    assert (info.status, info.reason) == ("active", said)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "reason"),
+    [
+        ({"status": lambda: None}, "has a status() that answers None, which is no string"),
+        ({"status": "fine"}, "has status 'fine', which is no function"),
+        ({"status": lambda: 1 // 0}, "fails its rehearsal: ZeroDivisionError: "),
+        ({"prepare_rows": 3}, "has prepare_rows 3, which is no function"),
+        ({"calibration": {}}, "has calibration {}, which is no function"),
+    ],
+)
+def test_a_function_that_is_none_or_answers_wrongly_is_a_fault(attributes, reason):
+    info = listed(chosen(plugins=[Voter(name="acme", **attributes)]), "acme")
+    assert (info.status, info.reason.startswith(reason)) == ("failed", True), info.reason
+
+
 def test_a_fault_is_told_in_the_same_words_in_every_process(install):
     class Greedy:
         @hookimpl

@@ -26,7 +26,7 @@ from kvpolicy.plan import TransferPlan, check_alive, elements, plan_group
 from kvpolicy.plugins import PluginSet, load_plugins, plugin_names, select
 from kvpolicy.records import GroupRecord
 from kvpolicy.registration import Registration
-from kvpolicy.startup import register_layers, start_up
+from kvpolicy.startup import prepare_rows, register_layers, start_up
 from kvpolicy.transfer import (
     Direction,
     TransferResult,
@@ -90,6 +90,7 @@ class Connector:
         self._jobs = Jobs()
         self._registration: Registration | None = None
         self._plans: dict[str, tuple[TransferPlan, ...]] = {}
+        self._prepared: tuple[object, ...] = ()  # what copy engines have of the pool's rows
         self._changed = threading.Condition()
         self._submitters: list[int] = []  # threads that are inside a call
         self._closing = False
@@ -192,8 +193,8 @@ class Connector:
                 slab tensor whose first two dimensions are the layers of this rank and the blocks.
 
         Raises:
-            RegistrationError: tensors that contradict the context, or a plugin's registration
-                that cannot be proved; the plugin is named.
+            RegistrationError: tensors that contradict the context, a plugin's registration that
+                cannot be proved, or host rows that its copy engine fails on; the plugin is named.
             CertificationError: no policy takes these layers under this decision.
             ClosedError: closed, or registered before.
         """
@@ -202,9 +203,11 @@ class Connector:
             given = as_caches(caches, self.context)
             registration = register_layers(self._started, given)
             plans = self._plan(registration)
+            prepared = self._prepare(plans)
             with self._changed:
                 self._check_unregistered()
                 self._registration, self._plans = registration, plans
+                self._prepared = prepared
 
     def store(
         self,
@@ -301,7 +304,7 @@ class Connector:
                     self._forgotten.detach()
                     if not self._shared:
                         self._pool = None
-                self._plans, self._registration = {}, None
+                self._plans, self._registration, self._prepared = {}, None, ()
                 self._released = True
                 self._changed.notify_all()
 
@@ -346,6 +349,12 @@ class Connector:
             name: plan_group(record, registration, rank, num_blocks, self._pool.rows)
             for name, record in self._started.records.items()
         }
+
+    def _prepare(self, plans: Mapping[str, tuple[TransferPlan, ...]]) -> tuple[object, ...]:
+        device = next((plan.device for group in plans.values() for plan in group), None)
+        if self._pool is None or device is None:
+            return ()
+        return prepare_rows(self._started, self._pool.rows, device)
 
     def _record(self, group: str | None) -> GroupRecord:
         records = self._started.records

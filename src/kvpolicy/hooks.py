@@ -1,7 +1,8 @@
 """The three hooks. A plugin implements one or more and marks each with `hookimpl`.
 
 A plugin is an object or a module, never a class, found under the entry-point group ``kvpolicy``.
-It may set ``priority: int`` (default 0; high is asked first) and ``requires_api: int``.
+Beside its hooks it may have ``priority: int`` (default 0; high is asked first), ``requires_api:
+int`` and the functions that `FUNCTIONS` names.
 A hook may take fewer arguments than it is offered. Wrappers, tryfirst and trylast are refused:
 priorities are the one order.
 """
@@ -99,5 +100,8 @@ def transfer(job: TransferJob) -> TransferHandle | None:
         Nothing. What is raised becomes a failed result that names the plugin.
     """
 
+
+FUNCTIONS = ("status", "prepare_rows", "calibration")
+"""What a plugin may offer beside its hooks; docs/reference/hooks.md has their signatures."""
 
 HOOKS = ("prefer_cross_layer_blocks", "register_layers", "transfer")

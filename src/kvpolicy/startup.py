@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 import attrs
+import torch
 
 from kvpolicy import identity
 from kvpolicy.boxes import compose, normal
@@ -190,6 +191,28 @@ def register_layers(started: StartUp, caches: KVCaches) -> Registration:
             dict.fromkeys(context.stage_layers, why),
         )
     )
+
+
+def prepare_rows(started: StartUp, rows: torch.Tensor, device: str) -> tuple[object, ...]:
+    """Shows the copy engines the pool's rows before the first job.
+
+    Returns:
+        What they answer, to be kept as long as jobs may come.
+
+    Raises:
+        RegistrationError: one of them raises; it is named.
+    """
+    held = []
+    for plugin in started.plugins.having("transfer"):
+        if (prepare := plugin.functions.get("prepare_rows")) is None:
+            continue
+        try:
+            held.append(prepare(rows, device))
+        except BaseException as error:
+            spare(error)
+            what = f"raised {told(error)} when it was to prepare the host rows"
+            raise started.refused(_blamed(plugin, what, {})) from error
+    return tuple(held)
 
 
 def _uncopyable(started: StartUp, registration: Registration) -> Mapping[str, Refusal]:

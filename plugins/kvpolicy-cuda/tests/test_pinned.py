@@ -58,12 +58,14 @@ def test_rows_are_registered_whole_and_unregistered_once():
     held = pin(rows, driver=device.driver, chunk_bytes=10 * PAGE)
     assert sum(device.registered.values()) == rows.numel()
     assert len(device.registered) == 7
+    assert pin(rows, driver=device.driver) is held
+    assert len(device.registered) == 7
     assert torch.equal(rows, before)
     held.close()
     held.close()
     assert held.closed
     assert not device.registered
-    assert device.calls.count("cuMemHostUnregister") == 7
+    assert device.calls.count("cuMemHostUnregister") == 1 + 7
     assert device.depth == 0
 
 
@@ -83,12 +85,31 @@ def test_the_device_is_the_one_that_this_process_uses(given, monkeypatch):
 
 def test_nothing_stays_registered_when_a_chunk_is_refused():
     device, rows = SimulatedDevice(pinned=False), rows_of()
-    device.fail("cuMemHostRegister", 2, after=4)
+    device.fail("cuMemHostRegister", 2, after=1 + 4)
     with pytest.raises(CudaError, match="cuMemHostRegister failed with CUDA_ERROR_OUT_OF_MEMORY"):
         pin(rows, driver=device.driver, chunk_bytes=10 * PAGE)
     assert not device.registered
-    assert device.calls.count("cuMemHostRegister") == 5
-    assert device.calls.count("cuMemHostUnregister") == 4
+    assert device.calls.count("cuMemHostRegister") == 1 + 5
+    assert device.calls.count("cuMemHostUnregister") == 1 + 4
+
+
+def test_memory_that_cannot_be_pinned_is_not_taken_first(monkeypatch):
+    device, taken = SimulatedDevice(pinned=False), []
+    device.fail("cuMemHostRegister", 801)
+    monkeypatch.setattr(pinned, "prefault", lambda *both: taken.append(both))
+    with pytest.raises(CudaError, match="cuMemHostRegister failed with CUresult 801"):
+        pin(rows_of(), driver=device.driver)
+    assert not taken
+
+
+def test_rows_that_were_unpinned_are_pinned_again():
+    device, rows = SimulatedDevice(pinned=False), rows_of()
+    first = pin(rows, driver=device.driver)
+    first.close()
+    again = pin(rows, driver=device.driver)
+    assert again is not first
+    assert sum(device.registered.values()) == rows.numel()
+    again.close()
 
 
 def test_rows_are_pinned_no_longer_than_somebody_has_them():

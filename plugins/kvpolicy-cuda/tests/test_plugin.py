@@ -17,7 +17,7 @@ import pytest
 import torch
 from cuda_jobs import Rank, Recorder
 from cuda_simulation import SimulatedDevice
-from kvpolicy_cuda import CudaError, driver
+from kvpolicy_cuda import CudaError, driver, engine
 
 import kvpolicy
 
@@ -85,6 +85,54 @@ def test_its_status_loads_no_torch():
     )
     assert done.returncode == 0, done.stderr
     assert not set(eval(done.stdout)) & {"torch", "triton"}
+
+
+def test_what_is_missing_is_seen_where_plugins_are_listed(monkeypatch):
+    monkeypatch.setattr(driver.Driver, "load", no_driver)
+    plugins = kvpolicy.load_plugins(
+        kvpolicy.select(names=(), environ={}), {"cuda-here": kvpolicy_cuda.policy}
+    )
+    mine = next(info for info in plugins.infos if info.name == "cuda-here")
+    assert mine.status == "active"
+    assert mine.reason.startswith("no CUDA driver")
+
+
+# Rows that a connector shows it before the first job.
+
+
+def test_rows_for_another_device_stay_as_they_are():
+    assert kvpolicy_cuda.policy.prepare_rows(torch.zeros(4, 8, dtype=torch.uint8), "cpu") is None
+
+
+def test_rows_for_cuda_are_pinned_and_the_device_is_measured(monkeypatch):
+    device, rows = SimulatedDevice(pinned=False), torch.zeros(4, 4096, dtype=torch.uint8)
+    monkeypatch.setattr(driver.Driver, "load", lambda: device.driver)
+    monkeypatch.setattr(engine, "installed", lambda: engine.Engine(lambda _name: device))
+    held = kvpolicy_cuda.policy.prepare_rows(rows, "cuda:0")
+    assert sum(device.registered.values()) == rows.numel()
+    held.close()
+
+
+def test_rows_that_cannot_be_pinned_are_warned_about(monkeypatch, caplog):
+    device = SimulatedDevice(pinned=False)
+    device.fail("cuMemHostRegister", 2)
+    monkeypatch.setattr(driver.Driver, "load", lambda: device.driver)
+    monkeypatch.setattr(engine, "installed", lambda: engine.Engine(lambda _name: device))
+    rows = torch.zeros(4, 4096, dtype=torch.uint8)
+    assert kvpolicy_cuda.policy.prepare_rows(rows, "cuda:0") is None
+    assert "host rows are not pinned, copies will be slower: cuMemHostRegister" in caplog.text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_its_calibration_without_cuda_is_the_reason():
+    assert "can use no CUDA device here" in kvpolicy_cuda.policy.calibration()
+
+
+def test_its_calibration_is_of_every_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(kvpolicy_cuda, "calibration", lambda device: {"store": len(device)})
+    assert kvpolicy_cuda.policy.calibration() == {"cuda:0": {"store": 6}, "cuda:1": {"store": 6}}
 
 
 @pytest.fixture

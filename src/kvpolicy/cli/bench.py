@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.tree import Tree
 
 from kvpolicy.cli.options import add_plugin_options, plugins_of
 from kvpolicy.cli.output import Output, progress, size, table
 from kvpolicy.errors import OptionError
 from kvpolicy.models import load_config
-from kvpolicy.words import close_names
+from kvpolicy.words import close_names, spare, told
 
 if TYPE_CHECKING:
     from kvpolicy.plugins import PluginSet
@@ -73,12 +75,19 @@ def add_to(commands: Any) -> None:
     )
     run_.add_argument("--compare", metavar="A,B", help="these transfer plugins (all that can)")
     run_.add_argument("--plot", metavar="FILE", help="bars of R1, as .png or .svg")
+    run_.add_argument(
+        "--calibration",
+        action="store_true",
+        help="only print what copy engines have measured to choose their ways",
+    )
     add_plugin_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Runs the command; torch is imported no sooner."""
+    if args.calibration:
+        return _calibration(args, out)
     report = _measured(args, out)
     if args.plot:
         from kvpolicy.cli.bench_plot import plot
@@ -86,6 +95,48 @@ def run(args: argparse.Namespace, out: Output) -> int:
         plot(report, Path(args.plot))
     out.show(report, lambda console: people(report, console))
     return 0 if all(case["verified"] for case in report["cases"]) else 1
+
+
+def _calibration(args: argparse.Namespace, out: Output) -> int:
+    """Prints what the active copy engines have measured, or measure now, of their own ways."""
+    given = [f"--{name}" for name in _SIZES if getattr(args, name.replace("-", "_")) is not None]
+    if args.config or given:
+        raise OptionError("--calibration is of the machine and takes no CONFIG.json or sizes")
+    plugins = list(plugins_of(args).having("transfer"))
+    able = {plugin.info.name: plugin.functions.get("calibration") for plugin in plugins}
+    found = {name: _asked(function) for name, function in able.items() if function is not None}
+    if not found:
+        raise OptionError(
+            f"no active transfer plugin has a calibration; active: {', '.join(able) or 'none'}"
+        )
+
+    def people(console: Console) -> None:
+        for name, measured in found.items():
+            console.print(_branch(Tree(f"[bold]{escape(name)}[/bold]"), measured))
+
+    out.show({"calibration": found}, people)
+    return 0
+
+
+def _asked(calibration: Callable[..., object]) -> object:
+    """What a plugin's calibration says, or what came of asking it."""
+    try:
+        said = calibration()
+        json.dumps(said)
+    except BaseException as error:  # noqa: BLE001  see spare
+        spare(error)
+        return f"failed: {told(error)}"
+    return said
+
+
+def _branch(tree: Tree, value: object) -> Tree:
+    """JSON values as a tree."""
+    if not isinstance(value, Mapping):
+        tree.add(escape(f"{value:,}" if isinstance(value, int) else str(value)))
+        return tree
+    for key, inner in value.items():
+        _branch(tree.add(escape(str(key))), inner)
+    return tree
 
 
 def _between(value: int, low: int, high: int, option: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,8 @@ from kvpolicy.cli.options import (
     plugins_of,
 )
 from kvpolicy.cli.output import Output
-from kvpolicy.cli.tree import people
-from kvpolicy.errors import OptionError
+from kvpolicy.cli.tree import people, refused
+from kvpolicy.errors import KVPolicyError, OptionError
 from kvpolicy.models import load_config
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from kvpolicy.connector import Connector
     from kvpolicy.context import PolicyContext
     from kvpolicy.pages import StridedPage
+    from kvpolicy.plugins import PluginSet
 
 _EXAMPLE = """\
 examples:
@@ -75,12 +77,38 @@ def run(args: argparse.Namespace, out: Output) -> int:
             "the following arguments are required: CONFIG.json, or --diff A.json B.json; see "
             "kvpolicy explain --help"
         )
+    context = context_of(args, load_config(args.config), _BLOCKS)
+    plugins = plugins_of(args)
+    try:
+        explained, first, places = _started(context, plugins)
+    except KVPolicyError as error:
+        known = error.explanation
+        if known:
+            _warn(known, out)
+            if not out.json:  # which has it beside the error
+                out.show(known, lambda console: refused(known, console))
+        raise
+    _warn(explained, out)
+    if args.svg is not None:
+        _draw(_scene(context, first, places), args.svg)
+    out.show(explained, lambda console: people(explained, console, args.svg or ""))
+    return 0
+
+
+def _warn(explained: Mapping[str, Any], out: Output) -> None:
+    for plugin in explained["plugins"]:
+        if plugin["status"] == "failed":
+            out.warn(f"plugin {plugin['name']!r} is out: it {plugin['reason']}")
+
+
+def _started(
+    context: PolicyContext, plugins: PluginSet
+) -> tuple[dict[str, Any], Connector, dict[object, list[StridedPage]]]:
+    """The explanation, the first rank's connector, and each kind of stage's pages."""
     from kvpolicy.cli.engine import SimulatedRank
     from kvpolicy.connector import Connector
 
-    context = context_of(args, load_config(args.config), _BLOCKS)
-    plugins = plugins_of(args)
-    first: Connector | None = None
+    asked: list[Connector] = []
     explained: dict[str, Any] = {}
     places: dict[object, list[StridedPage]] = {}
     # Stages with equal layers ask the policies the same question.
@@ -93,15 +121,9 @@ def run(args: argparse.Namespace, out: Output) -> int:
             explained = explained or connector.explain()
             registered = connector.registration.pages if connector.registration else {}
             places[specs] = [registered[name].page for name in own.stage_layers]
-            first = first or connector
+            asked.append(connector)
     explained["engine"] = engine_of(context)
-    for plugin in explained["plugins"]:
-        if plugin["status"] == "failed":
-            out.warn(f"plugin {plugin['name']!r} is out: it {plugin['reason']}")
-    if args.svg is not None and first is not None:
-        _draw(_scene(context, first, places), args.svg)
-    out.show(explained, lambda console: people(explained, console, args.svg or ""))
-    return 0
+    return explained, asked[0], places
 
 
 def _scene(

@@ -16,9 +16,8 @@ from kvpolicy.words import span_of
 def in_words(explained: Mapping[str, Any]) -> str:
     """The decision as two sentences."""
     decision = explained["decision"]
+    by = _decided(decision)
     what = "Cross-layer blocks" if decision["cross_layer_blocks"] else "Per-layer registration"
-    who = decision["decided_by"]
-    by = f"decided by {who}" if who else "since nobody votes"
     layers = explained["layers"]
     portable = sum(layer["portable"] for layer in layers)
     if explained["canonical"]:
@@ -29,6 +28,11 @@ def in_words(explained: Mapping[str, Any]) -> str:
     return f"{what} ({decision['layout']}), {by}. {stored}."
 
 
+def _decided(decision: Mapping[str, Any]) -> str:
+    who = decision["decided_by"]
+    return f"decided by {who}" if who else "since nobody votes"
+
+
 def _answer(answer: bool | None) -> str:
     return {True: "cross-layer", False: "per-layer", None: "abstains"}[answer]
 
@@ -37,6 +41,8 @@ def _outcome(vote: Mapping[str, Any], decision: Mapping[str, Any], decider: int 
     """What became of a vote."""
     if vote["answer"] is None:
         return ""
+    if decision["layout"] is None:
+        return "opposed at this priority" if vote["priority"] == decider else ""
     if vote["plugin"] == decision["decided_by"]:
         return "decides"
     if vote["answer"] == decision["cross_layer_blocks"]:
@@ -47,7 +53,11 @@ def _outcome(vote: Mapping[str, Any], decision: Mapping[str, Any], decider: int 
 def _votes(tree: Tree, explained: Mapping[str, Any]) -> None:
     decision = explained["decision"]
     deciders = {vote["plugin"]: vote["priority"] for vote in decision["votes"]}
-    decider = deciders.get(decision["decided_by"])
+    if decision["layout"] is None:  # the highest votes are opposite
+        cast = (vote["priority"] for vote in decision["votes"] if vote["answer"] is not None)
+        decider = max(cast)
+    else:
+        decider = deciders.get(decision["decided_by"])
     width = max((len(vote["plugin"]) for vote in decision["votes"]), default=0)
     digits = max((len(str(vote["priority"])) for vote in decision["votes"]), default=0)
     branch = tree.add("votes, the highest priority first")
@@ -102,6 +112,27 @@ def _layers(tree: Tree, explained: Mapping[str, Any]) -> None:
             node.add(escape(f"{span_of(names)}, {count}\n{told_of}"))
 
 
+def refused(explained: Mapping[str, Any], console: Console) -> None:
+    """Prints what is known of a start-up that was refused: the votes, and each layer's reason."""
+    decision = explained["decision"]
+    if decision["layout"] is None:
+        what = "no decision: opposite votes at one priority"
+    else:
+        what = f"{decision['layout']}, {_decided(decision)}"
+    tree = Tree(f"[bold]Refused[/bold] ({escape(what)})")
+    _votes(tree, explained)
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for layer in explained.get("layers", ()):
+        why = layer["refusal"] or {"code": "nothing against it", "detail": ""}
+        reasons.setdefault((why["code"], why["detail"]), []).append(layer["name"])
+    if reasons:
+        branch = tree.add("layers")
+    for (code, detail), names in reasons.items():
+        count = "1 layer" if len(names) == 1 else f"{len(names):,} layers"
+        branch.add(escape(f"{span_of(names)}, {count}: {code}\n{detail}".rstrip()))
+    console.print(tree)
+
+
 def _facts(explained: Mapping[str, Any]) -> list[tuple[str, str]]:
     specs = [layer["spec"] for layer in explained["layers"]]
     packing = sorted({spec["kv_packing"] for spec in specs if "kv_packing" in spec})
@@ -127,6 +158,9 @@ def people(explained: Mapping[str, Any], console: Console, picture: str = "") ->
     _layers(tree, explained)
     for name, value in _facts(explained):
         tree.add(f"{name:<12} {escape(value)}")
+    for plugin in explained["plugins"]:
+        if plugin["status"] == "active" and plugin["reason"]:
+            tree.add(f"{'plugin':<12} {escape(plugin['name'])}: {escape(plugin['reason'])}")
     if picture:
         tree.add(f"{'picture':<12} {escape(picture)}")
     console.print(tree)

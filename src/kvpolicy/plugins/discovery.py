@@ -28,7 +28,7 @@ class PluginInfo:
         priority: high is asked first.
         hooks: the hooks that it implements; empty while it is not loaded.
         status: active, failed or not-selected.
-        reason: why it is not active, "" if it is.
+        reason: why it is not active; of an active one, what its ``status()`` says.
     """
 
     name: str

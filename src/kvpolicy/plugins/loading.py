@@ -10,7 +10,7 @@ import attrs
 import pluggy
 
 import kvpolicy.hooks as specifications
-from kvpolicy.hooks import API_VERSION, HOOKS, PROJECT
+from kvpolicy.hooks import API_VERSION, FUNCTIONS, HOOKS, PROJECT
 from kvpolicy.plugins.discovery import (
     Candidate,
     Fault,
@@ -35,10 +35,11 @@ class _Implementation:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Plugin:
-    """An active plugin: what is known of it, and its hooks by name."""
+    """An active plugin: what is known of it, its hooks by name, and its other functions."""
 
     info: PluginInfo
     implementations: Mapping[str, _Implementation] = attrs.field(repr=False)
+    functions: Mapping[str, Callable[..., object]] = attrs.field(factory=dict, repr=False)
 
     def call(self, hook: str, **offered: object) -> object:
         """Calls a hook with those of the offered arguments that it takes."""
@@ -142,6 +143,8 @@ def _load(candidate: Candidate, priority: int | None) -> Plugin | PluginInfo:
     try:
         implementations = _rehearse(plugin, candidate.name)
         placed.setdefault("priority", _own_priority(plugin))
+        functions = _own_functions(plugin)
+        reason = _own_status(functions)
     except Fault as fault:
         return candidate.info(status="failed", reason=str(fault), **placed)
     except BaseException as error:  # noqa: BLE001  see spare
@@ -150,7 +153,11 @@ def _load(candidate: Candidate, priority: int | None) -> Plugin | PluginInfo:
             status="failed", reason=f"fails its rehearsal: {told(error)}", **placed
         )
     hooks = tuple(hook for hook in HOOKS if hook in implementations)
-    return Plugin(info=candidate.info(hooks=hooks, **placed), implementations=implementations)
+    return Plugin(
+        info=candidate.info(hooks=hooks, reason=reason, **placed),
+        implementations=implementations,
+        functions=functions,
+    )
 
 
 def _own_priority(plugin: object) -> int:
@@ -158,6 +165,22 @@ def _own_priority(plugin: object) -> int:
     if isinstance(priority, bool) or not isinstance(priority, int):
         raise Fault(f"has priority {shown(priority)}, which is not a whole number")
     return priority
+
+
+def _own_functions(plugin: object) -> dict[str, Callable[..., object]]:
+    named = {name: getattr(plugin, name, None) for name in FUNCTIONS}
+    found = {name: value for name, value in named.items() if value is not None}
+    for name, value in found.items():
+        if not callable(value):
+            raise Fault(f"has {name} {shown(value)}, which is no function")
+    return found
+
+
+def _own_status(functions: Mapping[str, Callable[..., object]]) -> str:
+    said = functions["status"]() if "status" in functions else ""
+    if not isinstance(said, str):
+        raise Fault(f"has a status() that answers {shown(said)}, which is no string")
+    return said
 
 
 def _rehearse(plugin: object, name: str) -> Mapping[str, _Implementation]:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 from typing import TYPE_CHECKING, Any
 
 import kvpolicy
 from kvpolicy_cuda.errors import CudaError
 
 if TYPE_CHECKING:
+    import torch
+
     from kvpolicy_cuda.pinned import PinnedHostPool, PinnedRows, pin
 
 __all__ = [
@@ -24,6 +27,8 @@ __all__ = [
     "pin",
     "policy",
 ]
+
+_log = logging.getLogger(__name__)
 
 _LAZY = {"PinnedHostPool": "pinned", "PinnedRows": "pinned", "pin": "pinned"}
 
@@ -42,6 +47,32 @@ class Cuda:
         from kvpolicy_cuda.engine import installed
 
         return installed().transfer(job)
+
+    def prepare_rows(self, rows: torch.Tensor, device: str) -> PinnedRows | None:
+        """Page-locks a pool's rows for a CUDA device, which is measured if it never was.
+
+        Rows that cannot be pinned are warned about: their copies are slower.
+        """
+        kind, _, ordinal = device.partition(":")
+        if kind != "cuda":
+            return None
+        from kvpolicy_cuda.engine import installed
+        from kvpolicy_cuda.pinned import pin
+
+        try:
+            installed().prepare(device)
+            return pin(rows, device=int(ordinal) if ordinal else None)
+        except CudaError as error:
+            _log.warning("host rows are not pinned, copies will be slower: %s", error)
+            return None
+
+    def calibration(self) -> dict[str, Any] | str:
+        """Every device's, measured now if it never was; or why there is none."""
+        import torch
+
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+        found = {f"cuda:{ordinal}": calibration(f"cuda:{ordinal}") for ordinal in devices}
+        return found or calibration()
 
     def status(self) -> str:
         """What is missing on this machine, in words, "" if nothing is; loads no torch."""

@@ -97,6 +97,11 @@ class DeviceQueue:
             held=held,
         )
 
+    def measure(self) -> None:
+        """Has the device's limits known."""
+        with self._lock, self._device.entered():
+            _ = self._device.limits
+
     def describe(self) -> dict[str, Any]:
         """Limits and latest choices, as JSON values."""
         with self._lock:
@@ -220,6 +225,14 @@ class Engine:
         except Exception as error:  # noqa: BLE001  whatever it is, it becomes the result
             return _ended(job, told(error), begun)
         return queue.submit(job, begun)
+
+    def prepare(self, name: str) -> None:
+        """Measures a device now, which its first job would have to wait for.
+
+        Raises:
+            CudaError: there is no such device.
+        """
+        self._queue(name).measure()
 
     def describe(self) -> Mapping[str, Any]:
         """What was found of each device that had a job."""

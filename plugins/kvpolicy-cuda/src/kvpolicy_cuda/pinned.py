@@ -119,6 +119,9 @@ def pin(
         driver: the driver; by default the installed one.
         chunk_bytes: registered at a time, about.
 
+    Returns:
+        The pinned rows; those that were pinned before, if they still are.
+
     Raises:
         CudaError: the driver refuses; nothing stays registered.
         OptionError: memory that is not such rows.
@@ -128,13 +131,19 @@ def pin(
             f"rows to pin are contiguous CPU memory of two dimensions, not {tuple(rows.shape)} "
             f"with strides {rows.stride()} on {rows.device}"
         )
+    start, total = rows.data_ptr(), rows.numel() * rows.element_size()
+    known = _pinned.get(start)
+    if known is not None and not known.closed and known.rows.shape == rows.shape:
+        return known
     driver = driver or Driver.load()
     if device is None:
         device = torch.cuda.current_device() if torch.cuda.is_available() else 0
-    start, total = rows.data_ptr(), rows.numel() * rows.element_size()
-    prefault(start, total)
     done: list[int] = []
     with driver.entered(device):
+        # What cannot be pinned at all, as a file on a disk, is not taken whole first.
+        driver.register(start, min(total, mmap.PAGESIZE))
+        driver.unregister(start)
+        prefault(start, total)
         try:
             for address, size in chunks_of(start, len(rows), rows.stride(0), chunk_bytes):
                 driver.register(address, size)
