@@ -68,7 +68,7 @@ types: $(DEPS)  ## check types, strictly
 	$(BIN)/mypy $(wildcard src/kvpolicy tests/typing)
 
 docs: $(DEPS)  ## build the documentation into site/
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 wheel: $(WHEEL)  ## build the wheel into dist/
 

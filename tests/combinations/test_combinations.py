@@ -19,7 +19,7 @@ import kvpolicy
 from kvpolicy.cli.engine import SimulatedRank
 
 DISTS = Path(__file__).parent.parent / "dists"
-OURS = ("slab",)
+OURS = ("slab", "numba", "cuda")
 GOOD = ("good",)
 FAULTY = ("raises_in_vote", "wrong_vote", "a_class", "misspelt_hook", "import_error")
 NEVER_LOADED = ("a_class", "misspelt_hook", "import_error")
