@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
-import torch
 
 from kvpolicy import identity
 from kvpolicy.boxes import compose, normal
@@ -29,6 +28,9 @@ from kvpolicy.records import (
 )
 from kvpolicy.registration import Registration, check_caches, verify
 from kvpolicy.words import shown, spare, told
+
+if TYPE_CHECKING:
+    import torch
 
 _Refused = TypeVar("_Refused", CertificationError, RegistrationError)
 
