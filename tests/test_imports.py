@@ -49,6 +49,7 @@ ROOMS = (
     "hooks",
     "plugins",
     "workers",
+    "pieces",
     "policies",
     "explain",
     "startup",

@@ -45,6 +45,19 @@ def test_no_more_threads_run_than_were_asked_for(threads):
     assert most == threads
 
 
+def test_no_threads_are_the_caller_s_own():
+    done = []
+    pool = workers.Workers("w", 0)
+    pool.put([lambda: done.append(threading.current_thread())], pool.threads())
+    assert done == [threading.current_thread()]
+
+
+@pytest.mark.parametrize("threads", [-1, 257, True, 1.0, "2"])
+def test_threads_that_cannot_be_are_refused(threads):
+    with pytest.raises(kv.OptionError, match="acme: threads is a whole number from 0 to 256"):
+        workers.Workers("acme", threads)
+
+
 def test_the_default_is_the_cores_of_this_process_and_at_most_eight(monkeypatch):
     monkeypatch.setattr(workers.os, "sched_getaffinity", lambda pid: {0, 5, 7}, raising=False)
     assert workers.host_threads() == 3

@@ -45,11 +45,13 @@ from kvpolicy.plugins import PluginInfo, PluginSet, load_plugins, select
 from kvpolicy.slabs import slab_obstacle
 from kvpolicy.slots import StoredRecord
 from kvpolicy.specs import AttentionSpec, LatentSpec, StateSpec
+from kvpolicy.workers import Workers
 
 if TYPE_CHECKING:
     from kvpolicy.caches import KVCaches, LayerPages, SlabPlacement
     from kvpolicy.connector import Connector
     from kvpolicy.hostpool import HostPool
+    from kvpolicy.pieces import PiecewiseHandle
     from kvpolicy.plan import PlannedCopy, TransferPlan
     from kvpolicy.registration import Registration
     from kvpolicy.sharedpool import PoolAddress, SharedHostPool
@@ -62,6 +64,7 @@ _LAZY = {
     "HostPool": "hostpool",
     "KVCaches": "caches",
     "LayerPages": "caches",
+    "PiecewiseHandle": "pieces",
     "PlannedCopy": "plan",
     "PoolAddress": "sharedpool",
     "Registration": "registration",
@@ -106,6 +109,7 @@ __all__ = [
     "OptionError",
     "PageMapping",
     "ParallelGrid",
+    "PiecewiseHandle",
     "PlannedCopy",
     "PluginError",
     "PluginInfo",
@@ -132,6 +136,7 @@ __all__ = [
     "UnknownJobError",
     "UnknownPluginError",
     "Vote",
+    "Workers",
     "__version__",
     "certify",
     "hookimpl",

@@ -47,22 +47,48 @@ class Workers:
     """Threads that take tasks first in, first out. A task does not raise.
 
     Args:
-        name: the threads'.
+        name: the threads', and what messages call them.
+        threads: how many there are, 0 for none: the caller's own thread does it; by default as
+            ``KVPOLICY_HOST_THREADS`` says at the time, or the cores that the process may use, at
+            most eight.
+
+    Raises:
+        OptionError: threads that are no number from 0 to 256.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, threads: int | None = None) -> None:
+        whole = isinstance(threads, int) and not isinstance(threads, bool)
+        if threads is not None and not (whole and 0 <= threads <= MAX_THREADS):
+            raise OptionError(
+                f"{name}: threads is a whole number from 0 to {MAX_THREADS} or None, not "
+                f"{shown(threads)}"
+            )
+        self._threads = threads
         self._name = name
         self._lock = threading.Lock()
         self._queues: dict[int, SimpleQueue[Task | None]] = {}
         self._process = 0
 
+    def threads(self) -> int:
+        """How many there are now.
+
+        Raises:
+            OptionError: as `host_threads` says.
+        """
+        return host_threads() if self._threads is None else self._threads
+
     def put(self, tasks: Iterable[Task], threads: int) -> None:
-        """Has the tasks run by a pool of so many threads; returns at once.
+        """Has the tasks run by a pool of so many threads, and returns at once.
 
         Args:
             tasks: in the order in which they are begun.
-            threads: at least 1; every number has a pool of its own.
+            threads: what `threads` said; every number has a pool of its own. With 0 the tasks have
+                run when this returns.
         """
+        if not threads:
+            for task in tasks:
+                task()
+            return
         queue = self._queue(threads)
         for task in tasks:
             queue.put(task)  # atomic: an interrupt leaves no lock held

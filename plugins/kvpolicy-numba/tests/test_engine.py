@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from kvpolicy_numba import NumbaCopy, engine, runs, workers
+from kvpolicy_numba import NumbaCopy, engine, runs
 
 import kvpolicy as kv
 
@@ -228,20 +228,20 @@ def test_c30_fragments_decide_how_reads_are_prefetched_not_pages():
 
 def test_the_environment_says_how_many_threads_copy(monkeypatch):
     asked = []
-    put = workers.Workers.put
+    put = kv.Workers.put
 
     def counted(self, tasks, threads):
         asked.append(threads)
         put(self, tasks, threads)
 
-    monkeypatch.setattr(workers.Workers, "put", counted)
+    monkeypatch.setattr(kv.Workers, "put", counted)
     connector, _ = connect(4, NumbaCopy())
     for text in ("1", "3", "0", ""):
         monkeypatch.setenv("KVPOLICY_HOST_THREADS", text)
         (result,) = connector.wait([connector.store([0], [1])], timeout=60)
         assert result.ok
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    assert asked == [1, 3, min(cores, 8)]
+    assert asked == [1, 3, 0, min(cores, 8)]
     monkeypatch.setenv("KVPOLICY_HOST_THREADS", "257")
     (result,) = connector.wait([connector.store([0], [1])], timeout=60)
     assert not result.ok
@@ -250,7 +250,7 @@ def test_the_environment_says_how_many_threads_copy(monkeypatch):
 
 @pytest.mark.parametrize("threads", [-1, 257, True, 1.0, "2"])
 def test_threads_that_cannot_be_are_refused(threads):
-    with pytest.raises(kv.OptionError, match="NumbaCopy threads is a whole number from 0 to 256"):
+    with pytest.raises(kv.OptionError, match="numba: threads is a whole number from 0 to 256"):
         NumbaCopy(threads)
 
 

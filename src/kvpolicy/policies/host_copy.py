@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -14,17 +11,17 @@ from weakref import WeakKeyDictionary
 import attrs
 import numpy as np
 
-from kvpolicy.errors import OptionError
 from kvpolicy.hooks import hookimpl
-from kvpolicy.words import shown, spare
-from kvpolicy.workers import MAX_THREADS, Workers, host_threads
+from kvpolicy.words import spare
+from kvpolicy.workers import Workers
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvpolicy.boxes import Box
+    from kvpolicy.pieces import PiecewiseHandle
     from kvpolicy.plan import PlannedCopy, TransferPlan
-    from kvpolicy.transfer import TransferHandle, TransferJob, TransferPart, TransferResult
+    from kvpolicy.transfer import TransferHandle, TransferJob, TransferPart
 
     Bytes = NDArray[np.uint8]
     Pair = tuple[Any, Any]
@@ -35,7 +32,6 @@ _PIECE_BYTES = 4 * 2**20
 _PIECES_PER_THREAD = 4
 _SHARED_CALL_BYTES = 64 * 2**10
 """Calls that copy less make threads wait for the interpreter's lock more than they copy."""
-_LONGEST_WAIT = 0.05
 
 # Runs of these sizes are copied faster by torch than by NumPy, which hands each to memmove. torch
 # costs more per call, and starts threads of its own from so many elements on.
@@ -62,7 +58,7 @@ class HostCopy:
     """Takes jobs whose storages lie on the CPU; large ones are shared among its threads.
 
     Args:
-        threads: how many copy, 0 for the caller's own; None: as `host_threads` says.
+        threads: how many copy, as `Workers` takes it.
 
     The views of a plan are made once; a job then makes no array, only slices. torch's thread
     setting is left alone.
@@ -74,35 +70,27 @@ class HostCopy:
     priority = -100
 
     def __init__(self, threads: int | None = None) -> None:
-        whole = isinstance(threads, int) and not isinstance(threads, bool)
-        if threads is not None and not (whole and 0 <= threads <= MAX_THREADS):
-            raise OptionError(
-                f"HostCopy threads is a whole number from 0 to {MAX_THREADS} or None, not "
-                f"{shown(threads)}"
-            )
-        self._threads = threads
         self._lock = threading.Lock()
         self._views: WeakKeyDictionary[TransferPlan, Views] = WeakKeyDictionary()
-        self._workers = Workers("kvpolicy-host-copy")
+        self._workers = Workers("kvpolicy-host-copy", threads)
 
     @hookimpl
     def transfer(self, job: TransferJob) -> TransferHandle | None:
         """Copies in the background; None for a job of another device."""
         if job.device != "cpu":
             return None
-        begun = time.perf_counter()
-        threads = host_threads() if self._threads is None else self._threads
+        from kvpolicy.pieces import PiecewiseHandle
+
+        threads = self._workers.threads()
         pieces = [
             [(part, self._views_of(part.plan)) for part in parts] for parts in _cut(job, threads)
         ]
-        transfer = _Transfer(job, begun, len(pieces))
-        tasks = [partial(transfer.run, number, piece) for number, piece in enumerate(pieces)]
-        if threads:
-            self._workers.put(tasks, threads)
-        else:
-            for task in tasks:
-                task()
-        return _handle_class()(transfer)
+        handle, storing = PiecewiseHandle(job, len(pieces)), job.direction == "store"
+        self._workers.put(
+            [partial(_run, handle, number, piece, storing) for number, piece in enumerate(pieces)],
+            threads,
+        )
+        return handle
 
     def _views_of(self, plan: TransferPlan) -> Views:
         with self._lock:
@@ -203,53 +191,26 @@ def _pair(
     return blocks, held
 
 
-class _Transfer:
-    """A job under way: its pieces put what came of them into one list, which takes no lock."""
-
-    def __init__(self, job: TransferJob, begun: float, pieces: int) -> None:
-        self.job, self.begun, self.pieces = job, begun, pieces
-        self.outcomes: list[tuple[int, float, int, list[int], str]] = []
-        self.latch = threading.Lock()
-        self.latch.acquire()
-        if not pieces:
-            self.latch.release()
-
-    def run(self, number: int, piece: Sequence[tuple[TransferPart, Views]]) -> None:
-        """Copies a piece; whatever happens becomes its outcome."""
-        storing, copied = self.job.direction == "store", 0
-        failed: list[int] = []
-        error = ""
-        for part, views in piece:
-            whole = 0
-            try:
-                for done in _copy(part, views, storing):
-                    whole += done
-            except BaseException as raised:  # noqa: BLE001  see spare
-                spare(raised)
-                error = f"{type(raised).__name__}: {raised}"
-                failed += (part.slots if storing else part.block_ids)[whole:].tolist()
-            copied += whole * part.plan.block_bytes
-        self.outcomes.append((number, time.perf_counter(), copied, failed, error))
-        if self.done():
-            with suppress(RuntimeError):  # two that are the last at once
-                self.latch.release()
-
-    def done(self) -> bool:
-        return len(self.outcomes) == self.pieces
-
-    def result(self) -> TransferResult:
-        from kvpolicy.transfer import TransferResult
-
-        outcomes = sorted(self.outcomes)
-        error = next((one[4] for one in outcomes if one[4]), "")
-        return TransferResult(
-            job_id=self.job.job_id,
-            ok=not error,
-            bytes=sum(one[2] for one in outcomes),
-            seconds=max((one[1] for one in outcomes), default=self.begun) - self.begun,
-            failed_ids=tuple(sorted({slot for one in outcomes for slot in one[3]})),
-            error=error,
-        )
+def _run(
+    handle: PiecewiseHandle,
+    number: int,
+    piece: Sequence[tuple[TransferPart, Views]],
+    storing: bool,
+) -> None:
+    """Copies a piece; whatever happens becomes its outcome."""
+    copied, error = 0, ""
+    failed: list[int] = []
+    for part, views in piece:
+        whole = 0
+        try:
+            for done in _copy(part, views, storing):
+                whole += done
+        except BaseException as raised:  # noqa: BLE001  see spare
+            spare(raised)
+            error = f"{type(raised).__name__}: {raised}"
+            failed += (part.slots if storing else part.block_ids)[whole:].tolist()
+        copied += whole * part.plan.block_bytes
+    handle.ended(number, copied, failed, error)
 
 
 def _copy(part: TransferPart, views: Views, storing: bool) -> Iterator[int]:
@@ -274,38 +235,6 @@ def _copy(part: TransferPart, views: Views, storing: bool) -> Iterator[int]:
                 for into, out_of in blocks:
                     into[ends[0] + i] = out_of[ends[1] + i]
         yield length
-
-
-@functools.cache
-def _handle_class() -> Callable[[_Transfer], TransferHandle]:
-    from kvpolicy.transfer import TransferHandle
-
-    class HostCopyHandle(TransferHandle):
-        """Looks at a list; nothing here takes a lock that an interrupt could leave held."""
-
-        def __init__(self, transfer: _Transfer) -> None:
-            self._transfer = transfer
-
-        def done(self) -> bool:
-            return self._transfer.done()
-
-        def result(self) -> TransferResult:
-            return self._transfer.result()
-
-        def wait(self, timeout: float | None = None) -> bool:
-            """Wakes with the last piece. Whoever holds the latch too long is not waited for."""
-            deadline = None if timeout is None else time.monotonic() + timeout
-            while not self._transfer.done():
-                left = _LONGEST_WAIT
-                if deadline is not None:
-                    left = min(left, deadline - time.monotonic())
-                if left <= 0:
-                    return False
-                if self._transfer.latch.acquire(timeout=left):
-                    self._transfer.latch.release()
-            return True
-
-    return HostCopyHandle
 
 
 policy = HostCopy()
