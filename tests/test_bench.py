@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import kvpolicy as kv
-from kvpolicy.cli import bench, bench_cases, bench_measure, main
+from kvpolicy.cli import bench, bench_cases, bench_costs, bench_measure, bench_references, main
 from kvpolicy.testing import fakes
 
 MODELS = Path(__file__).parent / "models"
@@ -107,7 +107,7 @@ def test_several_threads_and_afterwards_those_of_before(capsys, monkeypatch):
     assert torch.get_num_threads() == before
     assert "KVPOLICY_HOST_THREADS" not in os.environ
     monkeypatch.setenv("KVPOLICY_HOST_THREADS", "5")
-    with bench_measure.exact_threads(1):
+    with bench_references.exact_threads(1):
         assert os.environ["KVPOLICY_HOST_THREADS"] == "1"
     assert os.environ["KVPOLICY_HOST_THREADS"] == "5"
 
@@ -237,7 +237,7 @@ def case(kind, ids="scattered"):
 
 def verdict(copies, kind, ids="scattered"):
     """What the bench says of a plugin whose transfers are one of the kit's fakes."""
-    settings = bench_measure.Settings(blocks=16, copied_bytes=4096, rounds=1, threads=1)
+    settings = bench_references.Settings(blocks=16, copied_bytes=4096, rounds=1, threads=1)
     plugins = kv.load_plugins(kv.select(names=[]), {"mine": copies})
     return bench_measure.CaseRun(case(kind, ids), settings, plugins, ["mine"]).verified("mine")
 
@@ -271,7 +271,7 @@ def test_a_byte_at_the_end_of_a_row_is_found(kind):
 
 
 def test_a_plugin_that_fails_or_does_not_take_a_job_is_an_error():
-    settings = bench_measure.Settings(blocks=2, copied_bytes=4096, rounds=1, threads=1)
+    settings = bench_references.Settings(blocks=2, copied_bytes=4096, rounds=1, threads=1)
 
     class Fails:
         @kv.hookimpl
@@ -313,7 +313,7 @@ def test_a_plugin_that_takes_no_copies_on_the_cpu_is_named():
             return None
 
     plugins = kv.load_plugins(kv.select(names=[]), {"elsewhere": Elsewhere()})
-    costs, others = bench_measure.taken_by(plugins, ["elsewhere", "host-copy"])
+    costs, others = bench_costs.taken_by(plugins, ["elsewhere", "host-copy"])
     assert [cost["plugin"] for cost in costs] == ["host-copy"]
     assert others == ["elsewhere"]
 
@@ -323,11 +323,11 @@ def test_a_plugin_that_takes_no_copies_on_the_cpu_is_named():
 
 def test_a_ratio_is_taken_against_the_copies_before_and_after_it():
     """At 2 and 6 bytes a second, a byte takes 1/2 and 1/6 s: 1/3 in the middle."""
-    assert bench_measure._between(2.0, 6.0) == pytest.approx(3.0)
+    assert bench_references.between(2.0, 6.0) == pytest.approx(3.0)
 
 
 def test_medians_spreads_and_noise():
-    steady = bench_measure.Series(
+    steady = bench_references.Series(
         plugin="p",
         direction="store",
         rates=[9.5e9, 10e9, 10.5e9],
@@ -340,13 +340,13 @@ def test_medians_spreads_and_noise():
 
 
 def test_spread_is_the_range_between_the_quartiles():
-    assert bench_measure._spread([1.0, 1.0, 1.0, 1.0, 9.0]) == pytest.approx(4.0)
-    assert bench_measure._spread([1.0, 2.0]) == pytest.approx(2 / 3)
+    assert bench_references.spread([1.0, 1.0, 1.0, 1.0, 9.0]) == pytest.approx(4.0)
+    assert bench_references.spread([1.0, 2.0]) == pytest.approx(2 / 3)
 
 
 def test_references_move_what_they_say():
-    settings = bench_measure.Settings(blocks=1, copied_bytes=4096, rounds=1, threads=3)
-    references = bench_measure.References(settings)
+    settings = bench_references.Settings(blocks=1, copied_bytes=4096, rounds=1, threads=3)
+    references = bench_references.References(settings)
     for copy in (references.torch_rate, references.memcpy_rate):
         references._to.fill(2)
         assert copy() > 0

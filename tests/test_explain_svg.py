@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from kvpolicy.cli import _parser, main
 from kvpolicy.cli.draw import Picture, clipped, colour, text_width
-from kvpolicy.cli.draw_block import Fold, folded
 from kvpolicy.cli.options import context_of
+from kvpolicy.cli.scene import Fold, folded
 from kvpolicy.specs import StateSpec
 from kvpolicy.testing import oracle
 

@@ -72,7 +72,9 @@ TORCH = {
     "transfer",
     "connector",
     "cli.bench_cases",
+    "cli.bench_costs",
     "cli.bench_measure",
+    "cli.bench_references",
     "cli.engine",
 }
 # What the distribution declares, and what only the kit for plugin authors may ask for.

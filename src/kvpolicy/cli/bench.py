@@ -205,25 +205,25 @@ def _measured(args: argparse.Namespace, out: Output) -> dict[str, Any]:
     config = _config(args)
     plugins = plugins_of(args)
 
-    from kvpolicy.cli import bench_cases, bench_measure
+    from kvpolicy.cli import bench_cases, bench_costs, bench_measure, bench_references
 
     values = argparse.Namespace(**vars(args), **_UNSAID)
     cases, left_out = bench_cases.cases_of(values, config, kinds, orders)
-    settings = bench_measure.Settings(
+    settings = bench_references.Settings(
         blocks=args.blocks,
         copied_bytes=args.megabytes * 2**20,
         rounds=args.rounds,
         threads=args.threads,
     )
     with (
-        bench_measure.exact_threads(args.threads),
+        bench_references.exact_threads(args.threads),
         progress(out, len(cases) * (args.rounds + 1)) as step,
     ):
-        costs, unable = bench_measure.taken_by(plugins, _names(args, plugins))
+        costs, unable = bench_costs.taken_by(plugins, _names(args, plugins))
         names = [cost["plugin"] for cost in costs]
         if not names:
             raise OptionError("no transfer plugin takes copies on the CPU; see kvpolicy plugins")
-        references = bench_measure.References(settings)
+        references = bench_references.References(settings)
         try:
             found = [
                 line

@@ -6,184 +6,31 @@ takes away is taken from both.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import os
-import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from kvpolicy.caches import KVCaches
 from kvpolicy.cli.bench_cases import BenchMemory, Case, block_bytes
+from kvpolicy.cli.bench_references import References, Series, Settings, between, least_page
 from kvpolicy.cli.engine import SENTINEL
 from kvpolicy.connector import Connector
-from kvpolicy.context import PolicyContext
-from kvpolicy.errors import KVPolicyError, NoTransferError, OptionError
-from kvpolicy.geometry import CacheGeometry
+from kvpolicy.errors import OptionError
 from kvpolicy.hooks import hookimpl
-from kvpolicy.hostmemory import allocate, page_bytes
 from kvpolicy.hostpool import HostPool
 from kvpolicy.plugins import PluginSet, load_plugins, select
-from kvpolicy.specs import LatentSpec
 from kvpolicy.transfer import Direction, TransferHandle, TransferJob, TransferResult
-from kvpolicy.workers import VARIABLE
 
-NOISY_SPREAD = 0.2
-"""A ratio, or the references, that spread more than this over their median tell nothing."""
 _SEED = 31
-_FIXED_JOBS = 200
-_FIXED_BLOCKS = 256
 _PATIENCE_SECONDS = 600
 _JOBS_AHEAD = 2
-_POLICIES = ("canonical", "cross-layer", "direct")
 _DIRECTIONS: tuple[Direction, ...] = ("store", "load")
 
 Ids = NDArray[np.int64]
-
-
-@attrs.frozen(kw_only=True)
-class Settings:
-    """How to measure.
-
-    Attributes:
-        blocks: of one job.
-        copied_bytes: what one measurement moves at least, in as many jobs as that takes, and the
-            size of a reference.
-        rounds: measurements of each kind.
-        threads: of the copies and of the references.
-    """
-
-    blocks: int
-    copied_bytes: int
-    rounds: int
-    threads: int
-
-
-class References:
-    """Large copies between buffers of their own: torch ``copy_``, and memcpy of the C library."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._bytes, self._threads = settings.copied_bytes, settings.threads
-        try:
-            self._from, self._to = (allocate(2 * self._bytes) for _ in range(2))
-        except MemoryError as error:
-            raise OptionError(f"no memory for the references: {error}") from None
-        self._from.fill(1)
-        self._to.fill(2)
-        self._turn = 0
-        self._memcpy = ctypes.CDLL(None).memcpy
-        self._memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-        self._memcpy.restype = ctypes.c_void_p
-        self._pool = ThreadPoolExecutor(settings.threads)
-
-    @property
-    def page_bytes(self) -> int | None:
-        """The page size of both buffers, the smaller one."""
-        return _least_page(self._from, self._to)
-
-    def _turned(self) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        """The halves whose turn it is: a copy that is repeated would be read from the cache."""
-        self._turn ^= 1
-        low = self._turn * self._bytes
-        return self._to[low : low + self._bytes], self._from[low : low + self._bytes]
-
-    def torch_rate(self) -> float:
-        """Bytes a second of one large ``copy_``."""
-        to, frm = (torch.from_numpy(half) for half in self._turned())
-        begun = time.perf_counter()
-        to.copy_(frm)
-        return self._bytes / (time.perf_counter() - begun)
-
-    def memcpy_rate(self) -> float:
-        """Bytes a second of one large memcpy, cut into as many pieces as there are threads."""
-        to, frm = self._turned()
-        step = -(-self._bytes // self._threads)
-        pieces = [
-            (to.ctypes.data + at, frm.ctypes.data + at, min(step, self._bytes - at))
-            for at in range(0, self._bytes, step)
-        ]
-        begun = time.perf_counter()
-        if self._threads == 1:
-            self._memcpy(*pieces[0])
-        else:
-            list(self._pool.map(lambda piece: self._memcpy(*piece), pieces))
-        return self._bytes / (time.perf_counter() - begun)
-
-    def close(self) -> None:
-        """Ends its threads."""
-        self._pool.shutdown()
-
-
-@contextlib.contextmanager
-def exact_threads(threads: int) -> Iterator[None]:
-    """Copy engines and torch's own copies use so many threads, and afterwards what they did."""
-    before, given = torch.get_num_threads(), os.environ.get(VARIABLE)
-    torch.set_num_threads(threads)
-    os.environ[VARIABLE] = str(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-        if given is None:
-            del os.environ[VARIABLE]
-        else:
-            os.environ[VARIABLE] = given
-
-
-def only(plugins: PluginSet, name: str) -> PluginSet:
-    """The built-in policies and one plugin, which nobody else's policy or copies stand beside."""
-    kept = (*_POLICIES, name)
-    return attrs.evolve(
-        plugins, active=tuple(plugin for plugin in plugins.active if plugin.info.name in kept)
-    )
-
-
-def _least_page(*memories: NDArray[np.uint8]) -> int | None:
-    found = [page_bytes(one.ctypes.data, one.nbytes) for one in memories]
-    known = [one for one in found if one is not None]
-    return min(known) if len(known) == len(found) else None
-
-
-def _spread(values: Sequence[float]) -> float:
-    """The interquartile range over the median; of fewer than four values the whole range."""
-    middle = statistics.median(values)
-    if len(values) < 4:
-        return (max(values) - min(values)) / middle
-    low, _, high = statistics.quantiles(values, n=4)
-    return (high - low) / middle
-
-
-@attrs.define(kw_only=True)
-class Series:
-    """The measurements of one plugin in one direction."""
-
-    plugin: str
-    direction: Direction
-    rates: list[float] = attrs.field(factory=list)
-    torch_rates: list[float] = attrs.field(factory=list)
-    memcpy_rates: list[float] = attrs.field(factory=list)
-
-    def told(self) -> dict[str, Any]:
-        """Medians, and how far they can be trusted."""
-        r1 = [mine / other for mine, other in zip(self.rates, self.torch_rates, strict=True)]
-        r2 = [mine / other for mine, other in zip(self.rates, self.memcpy_rates, strict=True)]
-        spread = _spread(r1)
-        noisy = max(spread, _spread(self.torch_rates)) > NOISY_SPREAD
-        return {
-            "gbps": round(statistics.median(self.rates) / 1e9, 3),
-            "r1": round(statistics.median(r1), 3),
-            "r2": round(statistics.median(r2), 3),
-            "spread": round(spread, 3),
-            "noisy": noisy,
-        }
 
 
 class _Recorder:
@@ -249,7 +96,7 @@ class CaseRun:
     @property
     def page_bytes(self) -> int | None:
         """The page size of caches and rows, the smaller one."""
-        return _least_page(self._memory.whole, self.rows.reshape(-1))
+        return least_page(self._memory.whole, self.rows.reshape(-1))
 
     def wipe(self) -> None:
         """Fills rows, and the blocks to load into, with the sentinel."""
@@ -348,8 +195,8 @@ def measure_case(
             rate = run.measure(one.plugin, one.direction)
             after, memcpy_after = references.torch_rate(), references.memcpy_rate()
             one.rates.append(rate)
-            one.torch_rates.append(_between(before, after))
-            one.memcpy_rates.append(_between(memcpy, memcpy_after))
+            one.torch_rates.append(between(before, after))
+            one.memcpy_rates.append(between(memcpy, memcpy_after))
             before, memcpy = after, memcpy_after
         step(case.name)
     good = {name: run.verified(name) for name in names}
@@ -371,62 +218,3 @@ def measure_case(
         }
         for one in series
     ]
-
-
-def _between(one: float, other: float) -> float:
-    """The rate at which a copy between two others would have run: times are what is averaged."""
-    return 2 / (1 / one + 1 / other)
-
-
-def fixed_costs(plugins: PluginSet, name: str) -> dict[str, Any]:
-    """What a job costs through a connector however little it moves, in microseconds.
-
-    Returns:
-        ``submit_us`` and ``fixed_us``, medians for jobs of one block: until `store` returns, and
-        until its result is there. ``block_us``: what each further block of a job adds.
-
-    Raises:
-        KVPolicyError: the plugin does not take the job, or fails it.
-    """
-    spec = LatentSpec(block_size=16, row_bytes=4)
-    geometry = CacheGeometry(layers={"layer": spec}, num_blocks=_FIXED_BLOCKS)
-    context = PolicyContext(geometry=geometry, canonical=True)
-    cache = torch.zeros(_FIXED_BLOCKS, 1, 16, 4, dtype=torch.uint8)
-    with Connector(context, only(plugins, name), host=_FIXED_BLOCKS) as connector:
-        connector.register(KVCaches(tensors={"layer": cache}))
-
-        def timed(blocks: Sequence[int]) -> tuple[float, float]:
-            begun = time.perf_counter()
-            job = connector.store(blocks, blocks)
-            submitted = time.perf_counter()
-            (result,) = connector.wait([job])
-            if not result.ok:
-                raise OptionError(f"plugin {name!r} failed to store: {result.error}")
-            return submitted - begun, time.perf_counter() - begun
-
-        def medians(blocks: Sequence[int], jobs: int) -> list[float]:
-            timed(blocks)  # the first time, threads and views are made
-            found = [timed(blocks) for _ in range(jobs)]
-            return [statistics.median(column) * 1e6 for column in zip(*found, strict=True)]
-
-        submit, whole = medians([0], _FIXED_JOBS)
-        _, many = medians(range(_FIXED_BLOCKS), _FIXED_JOBS // 10)
-    return {
-        "plugin": name,
-        "submit_us": round(submit, 1),
-        "fixed_us": round(whole, 1),
-        "block_us": round(max(0.0, many - whole) / (_FIXED_BLOCKS - 1), 2),
-    }
-
-
-def taken_by(plugins: PluginSet, names: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
-    """The fixed costs of the plugins that copy on the CPU, and the plugins that do not."""
-    costs, others = [], []
-    for name in names:
-        try:
-            costs.append(fixed_costs(plugins, name))
-        except NoTransferError:
-            others.append(name)
-        except KVPolicyError as error:
-            raise OptionError(f"plugin {name!r} cannot be measured: {error}") from None
-    return costs, others

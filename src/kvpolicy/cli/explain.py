@@ -24,7 +24,7 @@ from kvpolicy.errors import KVPolicyError, OptionError
 from kvpolicy.models import load_config
 
 if TYPE_CHECKING:
-    from kvpolicy.cli.draw_block import Scene
+    from kvpolicy.cli.scene import Scene
     from kvpolicy.connector import Connector
     from kvpolicy.context import PolicyContext
     from kvpolicy.pages import StridedPage
@@ -131,7 +131,7 @@ def _scene(
 ) -> Scene:
     """The largest group, with every stage's pages where its tensors have them."""
     from kvpolicy.certify import Certificate
-    from kvpolicy.cli.draw_block import Scene
+    from kvpolicy.cli.scene import Scene
     from kvpolicy.records import group_records, prove_layers
 
     proofs = prove_layers(context, connector.decision)
