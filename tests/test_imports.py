@@ -73,7 +73,6 @@ TORCH = {
     "connector",
     "cli.bench_cases",
     "cli.bench_costs",
-    "cli.bench_measure",
     "cli.bench_references",
     "cli.engine",
 }
