@@ -12,11 +12,10 @@ import mmap
 import os
 import pickle
 import re
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,52 +55,14 @@ def hear():
 OPEN = "pool = kv.SharedHostPool('it', 4, 100, directory=directory)\n"
 
 
-class Child:
-    """Another process that runs some code, and can be talked to and killed."""
-
-    def __init__(self, code: str, directory: Path, *, seed: str = "1") -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", PRELUDE + code, str(directory)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONHASHSEED": seed},
-        )
-
-    def says(self) -> str:
-        line = self.process.stdout.readline().strip()
-        if not line:
-            raise AssertionError(self.process.stderr.read())
-        return line
-
-    def tell(self, line: str) -> None:
-        self.process.stdin.write(f"{line}\n")
-        self.process.stdin.flush()
-
-    def ends(self) -> None:
-        """It ends by itself, and well."""
-        _, wrong = self.process.communicate(timeout=60)
-        assert (self.process.returncode, wrong) == (0, "")
-
-    def kill(self) -> None:
-        """As kill -9 does; it stays a zombie, since nobody asks for its status."""
-        self.process.kill()
-        os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
-
-
 @pytest.fixture
-def child(tmp_path: Path) -> Iterator[object]:
-    made: list[Child] = []
+def child(processes, tmp_path: Path) -> Callable[..., Any]:
+    """Another process that has the prelude; the directory is its argument."""
 
-    def make(code: str, directory: Path = tmp_path, **how: str) -> Child:
-        made.append(Child(code, directory, **how))
-        return made[-1]
+    def start(code: str, directory: Path = tmp_path, *, seed: str = "1") -> Any:
+        return processes(PRELUDE + code, directory, PYTHONHASHSEED=seed)
 
-    yield make
-    for one in made:
-        one.process.kill()
-        one.process.communicate()
+    return start
 
 
 @pytest.fixture(autouse=True)

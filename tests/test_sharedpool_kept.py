@@ -12,9 +12,9 @@ import mmap
 import os
 import pickle
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,61 +66,20 @@ ELSEWHERE = "owners._namespace = lambda: 7\n"
 REBOOTS = f"owners._boot = lambda: {BOOT!r}\n"
 
 
-class Child:
-    """Another process that runs some code, and can be talked to and killed."""
-
-    def __init__(self, code: str, directory: Path) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", PRELUDE + code, str(directory)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def says(self) -> str:
-        line = self.process.stdout.readline().strip()
-        if not line:
-            raise AssertionError(self.process.stderr.read())
-        return line
-
-    def tell(self, line: str) -> None:
-        self.process.stdin.write(f"{line}\n")
-        self.process.stdin.flush()
-
-    def ends(self) -> None:
-        """It ends by itself, and well."""
-        _, wrong = self.process.communicate(timeout=60)
-        assert (self.process.returncode, wrong) == (0, "")
-
-    def kill(self) -> None:
-        """As kill -9 does; it stays a zombie, since nobody asks for its status."""
-        self.process.kill()
-        os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
-
-
-Start = Callable[[str], Child]
+Start = Callable[[str], Any]
 
 
 @pytest.fixture
-def child(tmp_path: Path) -> Iterator[Start]:
-    made: list[Child] = []
-
-    def start(code: str) -> Child:
-        made.append(Child(code, tmp_path))
-        return made[-1]
-
-    yield start
-    for one in made:
-        one.process.kill()
-        one.process.communicate()
+def child(processes, tmp_path: Path) -> Start:
+    """Another process that has the prelude; the directory is its argument."""
+    return lambda code: processes(PRELUDE + code, tmp_path)
 
 
 @pytest.fixture
-def killed(child: Start) -> Callable[[str], Child]:
+def killed(child: Start) -> Start:
     """Runs code in a process that is then killed."""
 
-    def run(code: str) -> Child:
+    def run(code: str) -> Any:
         one = child(code + WAITS)
         assert one.says() == "ready"
         one.kill()
@@ -412,7 +371,7 @@ def test_a_pool_that_was_cut_short_is_refused(tmp_path: Path, path: Path) -> Non
     assert path.read_bytes() == before
 
 
-def test_it_is_never_swept(tmp_path: Path, path: Path, killed: Callable[[str], Child]) -> None:
+def test_it_is_never_swept(tmp_path: Path, path: Path, killed: Start) -> None:
     killed(HOLDS_ONE)
     with kv.SharedHostPool("other", 4, 100, directory=tmp_path):  # making one sweeps too
         assert kv.SharedHostPool.sweep(tmp_path) == []
@@ -493,7 +452,7 @@ def test_a_pool_that_cannot_be_mapped_is_kept_if_it_was_there(
 
 
 def test_of_a_killed_engine_what_was_whole_counts(
-    killed: Callable[[str], Child], open_pool: Callable[..., kv.SharedHostPool]
+    killed: Start, open_pool: Callable[..., kv.SharedHostPool]
 ) -> None:
     killed(
         HOLDS_ONE + "store(pool, 0, b'zero')\n"
@@ -635,7 +594,7 @@ def test_an_engine_of_another_topology_starts_warm(
 
 
 def test_after_a_restart_the_records_of_a_killed_engine_do_not_count(
-    tmp_path: Path, killed: Callable[[str], Child]
+    tmp_path: Path, killed: Start
 ) -> None:
     killed(REBOOTS + HOLDS_ONE)
     with make(tmp_path, "B") as pool:
@@ -653,7 +612,7 @@ def test_after_a_restart_the_records_of_a_killed_engine_do_not_count(
 
 
 def test_a_rank_that_left_in_order_does_not_speak_for_one_that_was_killed(
-    tmp_path: Path, child: Start, killed: Callable[[str], Child]
+    tmp_path: Path, child: Start, killed: Start
 ) -> None:
     first = child(REBOOTS + HOLDS_ONE + WAITS + "pool.close()")
     assert first.says() == "ready"
@@ -675,7 +634,7 @@ def test_a_rank_that_left_in_order_does_not_speak_for_one_that_was_killed(
 
 
 def test_where_the_boot_has_no_name_a_pool_that_was_not_closed_does_not_count(
-    tmp_path: Path, killed: Callable[[str], Child], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, killed: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvpolicy.owners._boot", lambda: bytes(16))
     with make(tmp_path) as pool:
@@ -691,11 +650,11 @@ def test_where_the_boot_has_no_name_a_pool_that_was_not_closed_does_not_count(
 
 @pytest.mark.parametrize("at", [1, 2])
 def test_who_dies_while_it_drops_records_leaves_that_to_the_next(
-    tmp_path: Path, killed: Callable[[str], Child], monkeypatch: pytest.MonkeyPatch, at: int
+    tmp_path: Path, child: Start, killed: Start, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
     killed(REBOOTS + HOLDS_ONE)
     # It dies after its first flush, of the slots, or after the second, which says that it is open.
-    one = Child(
+    one = child(
         "owners._boot = lambda: bytes(15) + b'y'\n"
         "real, calls = sharedfile.PoolFile.flush, []\n"
         "def stop(self, *given):\n"
@@ -704,8 +663,7 @@ def test_who_dies_while_it_drops_records_leaves_that_to_the_next(
         f"    if len(calls) == {at}:\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "sharedfile.PoolFile.flush = stop\n"
-        "make('B')\n",
-        tmp_path,
+        "make('B')\n"
     )
     one.process.communicate(timeout=60)
     assert one.process.returncode == -9
@@ -914,6 +872,7 @@ def test_a_forked_child_goes_on_where_its_parent_was_killed(
     forked, count = one.says().split()
     try:
         assert count == "2"
+        one.process.wait(60)  # its files are closed a moment before it has ended
         with pytest.raises(kv.PoolError, match=rf"in use .* \(process {forked}\)"):
             open_pool()
     finally:
@@ -921,7 +880,7 @@ def test_a_forked_child_goes_on_where_its_parent_was_killed(
 
 
 def test_where_there_are_no_such_locks_an_owner_elsewhere_counts_as_alive(
-    tmp_path: Path, killed: Callable[[str], Child], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, killed: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed(ELSEWHERE + HOLDS_ONE)
     real = fcntl.fcntl
