@@ -291,11 +291,12 @@ def check_unique(ids: BlockIds, what: str) -> None:
     Raises:
         BlockIdError: the first such id.
     """
-    values, counts = np.unique(ids, return_counts=True)
-    if (counts > 1).any():
+    ordered = np.sort(ids)
+    repeated = ordered[1:][ordered[1:] == ordered[:-1]]
+    if len(repeated):
         raise BlockIdError(
-            f"{what} id {values[counts > 1][0]} is a destination twice; sources may repeat, "
-            "destinations may not"
+            f"{what} id {repeated[0]} is a destination twice; sources may repeat, destinations may "
+            "not"
         )
 
 
