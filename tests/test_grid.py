@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpolicy.errors import GeometryError, Refusal
-from kvpolicy.grid import MAX_RANKS, ParallelGrid, head_shards, token_place
+from kvpolicy.grid import MAX_RANKS, ParallelGrid, head_shards
 
 
 @st.composite
@@ -124,27 +124,3 @@ def test_a_refusal_of_dcp_says_what_was_found_and_what_is_possible():
 @pytest.mark.parametrize(("heads", "tp", "dcp"), [(1, 4, 2), (1, 4, 4), (2, 4, 2), (4, 4, 1)])
 def test_dcp_within_the_replicas_is_taken(heads, tp, dcp):
     assert head_shards(heads, ParallelGrid(tp=tp, dcp=dcp)).replicas % dcp == 0
-
-
-@pytest.mark.parametrize(
-    ("interleave", "places"),
-    [(1, [[0, 2, 4, 6], [1, 3, 5, 7]]), (2, [[0, 1, 4, 5], [2, 3, 6, 7]])],
-)
-def test_token_places_of_two_ranks(interleave, places):
-    """Block 4, cp 2, be it DCP or PCP."""
-    for grid in (
-        ParallelGrid(pcp=2, cp_interleave=interleave),
-        ParallelGrid(tp=2, dcp=2, cp_interleave=interleave),
-    ):
-        assert [[token_place(t, r, grid) for t in range(4)] for r in range(2)] == places
-
-
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
-def test_token_places_deal_chunks_round_robin(cp, interleave, chunks):
-    """Chunk k of the canonical page goes to cp rank k mod cp, in order."""
-    grid = ParallelGrid(pcp=cp, cp_interleave=interleave)
-    dealt = [[] for _ in range(cp)]
-    for token in range(cp * interleave * chunks):
-        dealt[token // interleave % cp].append(token)
-    local = range(interleave * chunks)
-    assert [[token_place(t, r, grid) for t in local] for r in range(cp)] == dealt

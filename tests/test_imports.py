@@ -18,6 +18,7 @@ PACKAGE = Path(kvpolicy.__file__).parent
 ROOMS = (
     "words",
     "errors",
+    "values",
     "dtypes",
     "layout",
     "specs",

@@ -17,7 +17,8 @@ from kvpolicy.context import PolicyContext
 from kvpolicy.errors import OptionError, Refusal
 from kvpolicy.pages import PageShape, StridedPage, page_shape
 from kvpolicy.specs import MAX_SIZE, LayerSpec
-from kvpolicy.strides import TensorFacts, page_of_tensor
+from kvpolicy.strides import TensorFacts, bare_row_bytes, page_of_tensor
+from kvpolicy.values import is_whole
 from kvpolicy.words import shown
 
 
@@ -36,7 +37,7 @@ class SlabPlacement:
     def __attrs_post_init__(self) -> None:
         for name in ("offset", "block_stride"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            if not is_whole(value) or value < 0:
                 raise OptionError(f"SlabPlacement.{name} is a number of bytes, not {shown(value)}")
 
 
@@ -119,7 +120,7 @@ class KVCaches:
             raise OptionError(f"a slab is a torch tensor, not {type(slab).__name__}")
         numbers = {"layer_dim": layer_dim, "offset": offset, "layer_stride": layer_stride}
         for name, value in (numbers | {"block_stride": block_stride}).items():
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            if value is not None and not is_whole(value):
                 raise OptionError(f"from_slab's {name} is a whole number, not {shown(value)}")
         if len({*names}) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
@@ -249,7 +250,8 @@ def _placed_facts(
         return Refusal(
             "kernel-block-not-dividing",
             f"a block of {spec.block_size} tokens, {stride} B apart, is not a whole number of "
-            f"kernel blocks of {spec.kernel_block_size}",
+            f"kernel blocks of {spec.kernel_block_size}; choose a kernel block that divides the "
+            "block, and a stride that is a multiple of their ratio",
         )
     if context.geometry.num_blocks > 1 and stride < shape.page_bytes:
         return _short_cell(spec, shape, "block", stride)
@@ -279,18 +281,15 @@ def _cell_bytes(placements: Mapping[str, SlabPlacement], group: Iterable[str], n
 
 
 def _short_cell(spec: LayerSpec, shape: PageShape, what: str, stride: int) -> Refusal:
-    bare = shape.page_bytes // shape.row_bytes * _bare_row(spec, shape)
+    bare_row = bare_row_bytes(spec, shape)
+    bare = shape.page_bytes // shape.row_bytes * bare_row
     if spec.scale_bytes and stride >= bare:
         return Refusal(
             "scale-does-not-fit",
-            f"a {what} stride of {stride} B has room for rows of {_bare_row(spec, shape)} B, not "
+            f"a {what} stride of {stride} B has room for rows of {bare_row} B, not "
             f"for the spec's rows of {shape.row_bytes} B with inline scales",
         )
     return Refusal(
         "overlapping",
         f"a {what} stride of {stride} B is less than the page of {shape.page_bytes} B",
     )
-
-
-def _bare_row(spec: LayerSpec, shape: PageShape) -> int:
-    return shape.row_bytes - (1 if spec.split else 2) * spec.scale_bytes

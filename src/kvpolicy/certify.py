@@ -79,7 +79,10 @@ def certify(
         raise GeometryError(f"certify takes a ParallelGrid, not {type(grid).__name__}")
     layout = KVCacheLayout.parse(layout)
     order = canonical_order_of(layout, canonical_order)
-    return _certify(spec, attrs.evolve(grid, pp=1), grid, layout, order)
+    proof = _prove(spec, attrs.evolve(grid, pp=1), layout, order)
+    if isinstance(proof, Refusal):
+        return proof
+    return Certificate(spec=spec, grid=grid, layout=layout, canonical_order=order, mappings=proof)
 
 
 def canonical_order_of(
@@ -96,19 +99,6 @@ def canonical_order_of(
     if order is not order.order:
         raise LayoutError(f"a canonical order is LBHNC (HND) or LBNHC (NHD), not {order}")
     return order
-
-
-def _certify(
-    spec: LayerSpec,
-    stage: ParallelGrid,
-    grid: ParallelGrid,
-    layout: KVCacheLayout,
-    order: KVCacheLayout,
-) -> Certificate | Refusal:
-    proof = _prove(spec, stage, layout, order)
-    if isinstance(proof, Refusal):
-        return proof
-    return Certificate(spec=spec, grid=grid, layout=layout, canonical_order=order, mappings=proof)
 
 
 @lru_cache(maxsize=1024)

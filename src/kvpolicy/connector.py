@@ -22,7 +22,7 @@ from kvpolicy.errors import BlockIdError, ClosedError, OptionError
 from kvpolicy.hostpool import HostPool, as_pool
 from kvpolicy.identity import GroupFormat
 from kvpolicy.jobs import Jobs, claim_slots
-from kvpolicy.plan import TransferPlan, check_alive, elements, plan_group
+from kvpolicy.plan import TransferPlan, elements, plan_group
 from kvpolicy.plugins import PluginSet, load_plugins, plugin_names, select
 from kvpolicy.records import GroupRecord
 from kvpolicy.registration import Registration
@@ -85,14 +85,14 @@ class Connector:
             plugins = load_plugins(selection, plugins)
         self.context = context
         self._started = start_up(context, plugins)
-        self._shared = False
         self._pool: HostPool | None = None
+        self._pool_is_own = True
         self._jobs = Jobs()
         self._registration: Registration | None = None
         self._plans: dict[str, tuple[TransferPlan, ...]] = {}
         self._prepared: tuple[object, ...] = ()  # what copy engines have of the pool's rows
         self._changed = threading.Condition()
-        self._submitters: list[int] = []  # threads that are inside a call
+        self._callers: list[int] = []  # threads that are inside a call
         self._closing = False
         self._released = False
         if host is not None:
@@ -183,7 +183,7 @@ class Connector:
             # The pool knows the jobs, not the connector, whose tensors it would keep alive.
             pool.join(self._started.record_bytes, self._jobs.collect)
             self._forgotten = weakref.finalize(self, _forget, pool, self._jobs)
-            self._pool, self._shared = pool, isinstance(host, HostPool)
+            self._pool, self._pool_is_own = pool, not isinstance(host, HostPool)
 
     def register(self, caches: KVCaches | Mapping[str, torch.Tensor] | torch.Tensor) -> None:
         """Registers this rank's cache tensors; nothing is copied, and what is wrong is refused.
@@ -288,13 +288,13 @@ class Connector:
         Results that were not delivered stay for `poll` and `wait`. Closing twice is fine.
         """
         with self._changed:
-            if threading.get_ident() in self._submitters:
+            if threading.get_ident() in self._callers:
                 raise ClosedError("close waits for the call that it was made from; call it outside")
             if self._closing:
                 self._changed.wait_for(lambda: self._released)
                 return
             self._closing = True
-            self._changed.wait_for(lambda: not self._submitters)
+            self._changed.wait_for(lambda: not self._callers)
         try:
             self._jobs.drain()
         finally:
@@ -302,7 +302,7 @@ class Connector:
                 if self._pool is not None:
                     self._pool.leave(self._jobs.collect)
                     self._forgotten.detach()
-                    if not self._shared:
+                    if self._pool_is_own:
                         self._pool = None
                 self._plans, self._registration, self._prepared = {}, None, ()
                 self._released = True
@@ -329,12 +329,12 @@ class Connector:
         with self._changed:
             if self._closing:
                 raise ClosedError("this connector is closed; make another one")
-            self._submitters.append(threading.get_ident())
+            self._callers.append(threading.get_ident())
         try:
             yield
         finally:
             with self._changed:
-                self._submitters.remove(threading.get_ident())
+                self._callers.remove(threading.get_ident())
                 self._changed.notify_all()
 
     def _check_unregistered(self) -> None:
@@ -383,14 +383,18 @@ class Connector:
             blocks = check_ids(block_ids, self.context.geometry.num_blocks, "block")
             rows = check_ids(slots, self._pool.num_slots, "slot")
             if len(blocks) != len(rows):
-                raise BlockIdError(f"{len(blocks)} block ids and {len(rows)} slots do not pair")
+                raise BlockIdError(
+                    f"{len(blocks)} block ids and {len(rows)} slots do not pair; give one slot for "
+                    "each block"
+                )
             if direction == "store":
                 check_unique(rows, "slot")
             else:
                 check_unique(blocks, "block")
             named = None if keys is None else pair_keys(keys, rows)
             plans = self._plans[record.group.name]
-            check_alive(plans)
+            for plan in plans:
+                plan.check_alive()
             job = make_job(self._jobs.new_id(), direction, plans, blocks, rows)
             fmt = self._started.formats[record.group.name]
             # A declared dtype is part of the format. Undeclared, the tensors' own is compared,

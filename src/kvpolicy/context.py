@@ -12,10 +12,11 @@ import attrs
 from kvpolicy.certify import canonical_order_of
 from kvpolicy.dtypes import plain_dtype
 from kvpolicy.errors import GeometryError, OptionError
-from kvpolicy.geometry import CacheGeometry, Picklable
+from kvpolicy.geometry import CacheGeometry
 from kvpolicy.grid import ParallelGrid, Rank
 from kvpolicy.layout import KVCacheLayout
 from kvpolicy.specs import LayerSpec
+from kvpolicy.values import Picklable
 
 
 def _layouts(value: Iterable[str | KVCacheLayout] | None) -> frozenset[KVCacheLayout] | None:
@@ -108,7 +109,8 @@ class PolicyContext(Picklable):
         options: free options; ``options["kvpolicy"]`` selects and orders plugins.
 
     Raises:
-        GeometryError: not a geometry or grid, a rank outside the grid, stages that do not fit.
+        GeometryError: not a geometry, grid or backend, a rank outside the grid, stages that do not
+            fit.
         LayoutError: a layout or canonical order that cannot be.
         OptionError: another value of the wrong type.
     """
@@ -134,7 +136,7 @@ class PolicyContext(Picklable):
                 raise GeometryError(
                     f"a PolicyContext takes a {kind.__name__}, not {type(value).__name__}"
                 )
-        _ = self.place
+        self.grid.rank(self.rank)
         self.geometry.stages_for(self.grid.pp)
         canonical_order_of(self.layout, self.canonical_order)
 

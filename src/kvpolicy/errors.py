@@ -18,7 +18,7 @@ Everything raised on purpose derives from `KVPolicyError`::
     ├── PoolError (RuntimeError)              the host pool: sizes, an empty or half-written slot
     ├── UnknownJobError (LookupError)         a job id that this connector never gave
     ├── NoTransferError (RuntimeError)        no transfer plugin takes the job
-    └── ClosedError (RuntimeError)            the connector is closed
+    └── ClosedError (RuntimeError)            the connector or the shared pool is closed
 """
 
 from __future__ import annotations
@@ -278,6 +278,6 @@ class NoTransferError(KVPolicyError, RuntimeError):
 
 
 class ClosedError(KVPolicyError, RuntimeError):
-    """The connector is closed (or was never given what the call needs)."""
+    """The connector or the shared pool is closed, or was never given what the call needs."""
 
     code = "closed"

@@ -20,15 +20,7 @@ from kvpolicy.specs import LayerSpec
 
 def explain_plugin(info: PluginInfo) -> dict[str, Any]:
     """One plugin, as it is listed."""
-    return {
-        "name": info.name,
-        "distribution": info.distribution,
-        "version": info.version,
-        "priority": info.priority,
-        "hooks": list(info.hooks),
-        "status": info.status,
-        "reason": info.reason,
-    }
+    return attrs.asdict(info) | {"hooks": list(info.hooks)}
 
 
 def explain_decision(decision: LayoutDecision) -> dict[str, Any]:
@@ -37,16 +29,7 @@ def explain_decision(decision: LayoutDecision) -> dict[str, Any]:
         "cross_layer_blocks": decision.cross_layer_blocks,
         "layout": decision.layout.value,
         "decided_by": decision.decided_by,
-        "votes": [_explain_vote(vote) for vote in decision.votes],
-    }
-
-
-def _explain_vote(vote: CastVote) -> dict[str, Any]:
-    return {
-        "plugin": vote.plugin,
-        "priority": vote.priority,
-        "answer": vote.answer,
-        "reason": vote.reason,
+        "votes": [attrs.asdict(vote) for vote in decision.votes],
     }
 
 
@@ -57,7 +40,7 @@ def explain_conflict(votes: Iterable[CastVote], plugins: PluginSet) -> dict[str,
             "cross_layer_blocks": None,
             "layout": None,
             "decided_by": None,
-            "votes": [_explain_vote(vote) for vote in votes],
+            "votes": [attrs.asdict(vote) for vote in votes],
         },
         "plugins": [explain_plugin(info) for info in plugins.infos],
     }
@@ -137,13 +120,7 @@ def explain(
         "canonical": context.canonical,
         "dtype": context.dtype,
         "encoding": context.encoding,
-        "grid": {
-            "tp": grid.tp,
-            "pp": grid.pp,
-            "dcp": grid.dcp,
-            "pcp": grid.pcp,
-            "cp_interleave": grid.cp_interleave,
-        },
+        "grid": attrs.asdict(grid),
         "stages": list(context.geometry.stages_for(grid.pp)),
         "decision": explain_decision(decision),
         "layers": layers,

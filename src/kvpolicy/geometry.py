@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any
 
 import attrs
 
 from kvpolicy.errors import GeometryError
-from kvpolicy.specs import SPEC_TYPES, LayerSpec, StateSpec, int_between, seeing_self
-from kvpolicy.words import shown
+from kvpolicy.specs import SPEC_TYPES, LayerSpec, StateSpec
+from kvpolicy.values import Picklable, int_between, is_whole, seeing_self
+from kvpolicy.words import close_names, shown
 
 MAX_LAYERS = 4_096
 
@@ -95,11 +95,14 @@ def _whole_groups(groups: object, geometry: CacheGeometry) -> tuple[LayerGroup, 
         if not isinstance(group, LayerGroup):
             raise GeometryError(f"groups holds LayerGroup values, not {group!r}")
         if group.name in names:
-            raise GeometryError(f"two groups are named {group.name!r}")
+            raise GeometryError(f"two groups are named {group.name!r}; rename one of them")
         names.add(group.name)
         for layer in group.layer_names:
             if layer not in layers:
-                raise GeometryError(f"group {group.name!r} names {layer!r}, which is no layer")
+                raise GeometryError(
+                    f"group {group.name!r} names {layer!r}, which is no layer; "
+                    f"{close_names(layer, layers)}"
+                )
             if layer in owner:
                 raise GeometryError(
                     f"layer {layer!r} is named twice, in groups {owner[layer]!r} and {group.name!r}"
@@ -114,7 +117,9 @@ def _whole_groups(groups: object, geometry: CacheGeometry) -> tuple[LayerGroup, 
             )
     missing = [name for name in layers if name not in owner]
     if missing:
-        raise GeometryError(f"{len(missing)} layers are in no group, {missing[0]!r} first")
+        raise GeometryError(
+            f"{len(missing)} layers are in no group, {missing[0]!r} first; add each to one"
+        )
     return found
 
 
@@ -124,7 +129,7 @@ def _whole_stages(stages: object, geometry: CacheGeometry) -> tuple[int, ...] | 
     _check_ordered("stages", stages)
     found = tuple(stages) if isinstance(stages, Iterable) else (stages,)
     for count in found:
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        if not is_whole(count) or count < 1:
             raise GeometryError(f"a stage holds a whole number of layers >= 1, not {shown(count)}")
     if sum(found) != len(geometry.layers):
         raise GeometryError(
@@ -144,21 +149,6 @@ def _default_groups(layers: Mapping[str, LayerSpec]) -> tuple[LayerGroup, ...]:
         )
         for (kind, block_size), names in found.items()
     )
-
-
-def _remade(cls: type, fields: Mapping[str, Any]) -> object:
-    return cls(**fields)
-
-
-class Picklable:
-    """Lets a value that holds read-only mappings be copied and cross process boundaries."""
-
-    __slots__ = ()
-
-    def __reduce__(self: attrs.AttrsInstance) -> tuple[Any, ...]:
-        values = {field.name: getattr(self, field.name) for field in attrs.fields(type(self))}
-        plain = {n: dict(v) if isinstance(v, Mapping) else v for n, v in values.items()}
-        return _remade, (type(self), plain)
 
 
 @attrs.frozen(kw_only=True)
@@ -199,7 +189,10 @@ class CacheGeometry(Picklable):
         if self.stages is None:
             return even_stages(len(self.layers), pp)
         if len(self.stages) != pp:
-            raise GeometryError(f"{len(self.stages)} stages are given for pp={pp}")
+            raise GeometryError(
+                f"{len(self.stages)} stages are given for pp={pp}; give {pp} stages, or "
+                f"pp={len(self.stages)}"
+            )
         return self.stages
 
     def stage_of(self, pp: int) -> Mapping[str, int]:

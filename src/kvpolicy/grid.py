@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 
 from kvpolicy.errors import GeometryError, Refusal
-from kvpolicy.specs import int_between
+from kvpolicy.values import int_between, is_whole
 from kvpolicy.words import shown
 
 MAX_RANKS = 4_096
@@ -74,7 +74,7 @@ class ParallelGrid:
         Raises:
             GeometryError: not a rank of this grid.
         """
-        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.size:
+        if not is_whole(rank) or not 0 <= rank < self.size:
             raise GeometryError(f"rank {shown(rank)} is not one of this grid's {self.size} ranks")
         stage, inside = divmod(rank, self.stage_size)
         pcp_rank, tp_rank = divmod(inside, self.tp)
@@ -136,9 +136,3 @@ def head_shards(total_kv_heads: int, grid: ParallelGrid) -> HeadShards | Refusal
             f"{total_kv_heads * grid.dcp}",
         )
     return shards
-
-
-def token_place(token: int, cp_rank: int, grid: ParallelGrid) -> int:
-    """The canonical token of a rank's local token, both counted inside one block."""
-    chunk, inside = divmod(token, grid.cp_interleave)
-    return (chunk * grid.cp + cp_rank) * grid.cp_interleave + inside

@@ -16,7 +16,8 @@ from kvpolicy.errors import BlockIdError, OptionError, PoolError
 from kvpolicy.hostmemory import allocate, page_bytes
 from kvpolicy.identity import GroupFormat
 from kvpolicy.records import Topology
-from kvpolicy.slots import Keys, Ledger, LocalTable, Sources, StoredRecord
+from kvpolicy.slots import Keys, Ledger, LocalTable, RanksOf, StoredRecord
+from kvpolicy.values import is_whole
 from kvpolicy.words import shown
 
 MAX_POOL_BYTES = 2**44
@@ -158,7 +159,7 @@ class HostPool:
         Raises:
             BlockIdError: a slot that the pool does not have.
         """
-        self._ledger.forget(None if slots is None else _rows_of(slots, self.num_slots))
+        self._ledger.forget(None if slots is None else _checked_slots(slots, self.num_slots))
 
     def begin_store(
         self,
@@ -166,7 +167,7 @@ class HostPool:
         fmt: GroupFormat,
         topology: Topology,
         rank: int,
-        writers: Sources,
+        writers: RanksOf,
         *,
         keys: Keys | None = None,
         element: str = "",
@@ -206,7 +207,7 @@ class HostPool:
         slots: Iterable[int],
         fmt: GroupFormat,
         topology: Topology,
-        sources: Sources,
+        sources: RanksOf,
         *,
         keys: Keys | None = None,
         element: str = "",
@@ -231,7 +232,7 @@ class HostPool:
         return self._ledger.begin_load(slots, fmt, topology, sources, keys, element)
 
 
-def _rows_of(slots: Iterable[int], num_slots: int) -> list[int]:
+def _checked_slots(slots: Iterable[int], num_slots: int) -> list[int]:
     try:
         given = list(slots)
         if any(isinstance(slot, bool) for slot in given):
@@ -252,7 +253,7 @@ def check_sizes(kind: str, sizes: Mapping[str, object]) -> None:
         OptionError: not whole numbers >= 1, or an alignment that is no power of two.
     """
     for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if not is_whole(value) or value < 1:
             raise OptionError(f"{kind} {name} is a whole number >= 1, not {shown(value)}")
     alignment = sizes["alignment"]
     if isinstance(alignment, int) and alignment & (alignment - 1):
@@ -267,6 +268,6 @@ def as_pool(host: HostPool | int) -> HostPool:
     """
     if isinstance(host, HostPool):
         return host
-    if isinstance(host, bool) or not isinstance(host, int):
+    if not is_whole(host):
         raise OptionError(f"host is a HostPool, a number of slots or None, not {shown(host)}")
     return HostPool(host)

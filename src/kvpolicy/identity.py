@@ -17,7 +17,6 @@ import attrs
 
 from kvpolicy.context import PolicyContext
 from kvpolicy.decision import LayoutDecision
-from kvpolicy.grid import ParallelGrid
 from kvpolicy.records import GroupRecord
 from kvpolicy.specs import AttentionSpec, LatentSpec, LayerSpec
 from kvpolicy.words import span_of
@@ -99,12 +98,8 @@ def _layer_fields(name: str, spec: LayerSpec) -> dict[str, Any]:
 
 
 def _grid_fields(context: PolicyContext) -> dict[str, Any]:
-    grid: ParallelGrid = context.grid
-    return {
-        "tp": grid.tp,
-        "pp": grid.pp,
-        "dcp": grid.dcp,
-        "pcp": grid.pcp,
+    grid = context.grid
+    return attrs.asdict(grid) | {
         "cp_interleave": grid.cp_interleave if grid.cp > 1 else 1,
         "stages": list(context.geometry.stages_for(grid.pp)),
     }

@@ -122,7 +122,10 @@ def enter_owner(fd: int) -> int:
             os.pwrite(fd, raw[_PID_BYTES:], _at(number) + _PID_BYTES)
             os.pwrite(fd, raw[:_PID_BYTES], _at(number))  # who dies before this was not entered
             return number
-    raise PoolError(f"at most {MAX_OWNERS} owners have a pool open at once")
+    raise PoolError(
+        f"at most {MAX_OWNERS} owners have a pool open at once, and this one has as many; close it "
+        "in a process that needs it no more"
+    )
 
 
 def remove_owner(fd: int, number: int) -> None:

@@ -89,16 +89,6 @@ class TransferPlan:
                 )
 
 
-def check_alive(plans: Sequence[TransferPlan]) -> None:
-    """Refuses a job whose engine has freed or resized what it registered.
-
-    Raises:
-        RegistrationError: names such a layer.
-    """
-    for plan in plans:
-        plan.check_alive()
-
-
 def elements(plans: Sequence[TransferPlan]) -> str:
     """The dtype of a group's tensors, "" if they are opaque bytes or have several."""
     found = {copy.element for plan in plans for copy in plan.copies}
@@ -129,7 +119,9 @@ def plan_group(
         part = record.part(rank, name)
         joined = compose(normal(pages.page.box), part.box)
         if joined is None:  # refused at registration
-            raise RegistrationError(f"the registered pages of {name!r} cannot be copied")
+            raise RegistrationError(
+                f"no single box joins the registered pages of {name!r} to the record"
+            )
         device = str(pages.tensor.device)
         storage = pages.tensor.untyped_storage()
         key = storage.data_ptr(), storage.nbytes()

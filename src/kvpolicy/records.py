@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import attrs
 
 from kvpolicy.boxes import Box, compose
-from kvpolicy.canonical import PageMapping, local_heads
+from kvpolicy.canonical import local_heads
 from kvpolicy.certify import Certificate, certify
 from kvpolicy.context import PolicyContext
 from kvpolicy.decision import LayoutDecision
@@ -105,7 +105,7 @@ class GroupRecord:
 
     def part(self, rank: int, layer_name: str) -> RecordPart:
         """What a rank stores and loads of a layer that it holds."""
-        mapping: PageMapping = self.certificates[layer_name].mapping(rank)
+        mapping = self.certificates[layer_name].mapping(rank)
         at = self.offsets[layer_name]
         if self.canonical:
             return RecordPart(

@@ -150,11 +150,19 @@ def verify(
     refusals: dict[str, Refusal] = {}
     for name in registration.pages:
         if name not in expected:
-            refusals[name] = Refusal("layer-unknown", "registered, but not a layer of this rank")
+            refusals[name] = Refusal(
+                "layer-unknown",
+                f"registered, but none of the {len(expected)} layers of rank {context.rank}; leave "
+                "it out",
+            )
     for name, spec in expected.items():
         pages = registration.pages.get(name)
         if pages is None:
-            refusals[name] = Refusal("layer-missing", "a layer of this rank was not registered")
+            refusals[name] = Refusal(
+                "layer-missing",
+                f"rank {context.rank} holds this layer, and it was not registered; register all of "
+                "context.stage_layers",
+            )
         elif type(pages) is not LayerPages or not _is_page(pages.page):
             refusals[name] = Refusal(
                 "page-contradicts-spec",
@@ -221,7 +229,11 @@ def _wrong_pages(
             "page-contradicts-spec", f"the registered runs do not tile the page of {expected} B"
         )
     if not page.is_disjoint(num_blocks):
-        return Refusal("overlapping", "the registered pages of different blocks share bytes")
+        return Refusal(
+            "overlapping",
+            f"registered pages of {expected} B at a block stride of {page.block_stride} B share "
+            "bytes; register each block where the tensor has it",
+        )
     own = read_layer(context, caches, name, spec)
     if isinstance(own, Refusal) and not (is_raw(owner) and owner.dim() <= 2):
         return own  # only of flat bytes may a plugin know what the core cannot read

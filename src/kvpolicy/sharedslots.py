@@ -44,11 +44,7 @@ _HAS_RECORD, _HAS_KEY, _GIVEN_UP = 1, 2, 4
 
 def slots_size(num_slots: int, max_ranks: int) -> int:
     """Bytes of the file before its rows, without alignment."""
-    return _SLOTS_AT + num_slots * _stride(max_ranks)
-
-
-def _stride(max_ranks: int) -> int:
-    return _slot_type(max_ranks).itemsize
+    return _SLOTS_AT + num_slots * _slot_type(max_ranks).itemsize
 
 
 def _mask_bytes(max_ranks: int) -> int:

@@ -21,6 +21,7 @@ from kvpolicy.identity import GroupFormat
 from kvpolicy.records import Topology
 from kvpolicy.sharedfile import BODY_AT, PoolFile
 from kvpolicy.slots import Record
+from kvpolicy.values import is_whole
 from kvpolicy.words import shown
 
 MAX_KEY_BYTES = 64
@@ -74,7 +75,7 @@ def _encoded(key: object) -> bytes:
         kind, body = b"s", key.encode("utf-8", "surrogatepass")
     elif isinstance(key, bytes):
         kind, body = b"b", key
-    elif isinstance(key, int) and not isinstance(key, bool):
+    elif is_whole(key):
         kind, body = b"i", b"%d" % key
     elif isinstance(key, tuple):
         kind, body = b"t", b"".join(_encoded(one) for one in key)

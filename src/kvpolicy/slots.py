@@ -21,8 +21,8 @@ from kvpolicy.records import Topology
 from kvpolicy.words import shown
 
 Keys = Mapping[int, Hashable]
-Sources = Callable[[int], frozenset[int]]
-"""Slot -> the world ranks that write what is meant."""
+RanksOf = Callable[[int], frozenset[int]]
+"""Slot -> world ranks: those that write its record, or those whose parts a load reads."""
 
 
 @attrs.frozen
@@ -235,7 +235,7 @@ class Ledger:
         fmt: GroupFormat,
         topology: Topology,
         rank: int,
-        writers: Sources,
+        writers: RanksOf,
         keys: Keys | None,
         element: str,
     ) -> Callable[[], None]:
@@ -302,7 +302,7 @@ class Ledger:
         slots: Iterable[int],
         fmt: GroupFormat,
         topology: Topology,
-        sources: Sources,
+        sources: RanksOf,
         keys: Keys | None,
         element: str,
     ) -> Callable[[], None]:
@@ -353,7 +353,7 @@ def _check_writable(slot: int, state: Slot, record: Record, rank: int) -> None:
         )
 
 
-def _check_readable(slot: int, state: Slot, wanted: Record, sources: Sources) -> None:
+def _check_readable(slot: int, state: Slot, wanted: Record, sources: RanksOf) -> None:
     held = state.record
     if held is None or not (state.there or state.writing):
         raise PoolError(f"slot {slot} holds nothing; store to it before loading")

@@ -2,48 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import attrs
 
 from kvpolicy.errors import GeometryError
-from kvpolicy.words import shown
+from kvpolicy.values import int_between, seeing_self
 
 MAX_BLOCK_TOKENS = 65_536
 MAX_SIZE = 2**40
 
 KVPacking = Literal["packed", "split"]
-
-
-def _what(instance: object, attribute: attrs.Attribute[Any]) -> str:
-    return f"{type(instance).__name__}.{attribute.name}"
-
-
-def int_between(least: int, most: int) -> Any:
-    """A validator for a whole number in [least, most]; True and False are not numbers."""
-
-    def check(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise GeometryError(
-                f"{_what(instance, attribute)} is a whole number, not "
-                f"{type(value).__name__} {value!r}"
-            )
-        if not least <= value <= most:
-            raise GeometryError(
-                f"{_what(instance, attribute)} lies between {least:,} and {most:,}, not "
-                f"{shown(value)}"
-            )
-
-    return check
-
-
-def seeing_self(convert: Callable[[Any, Any], object]) -> Any:
-    """A converter that is also given the instance, whose earlier fields are set.
-
-    mypy's attrs plugin does not know Converter objects, hence the ignores where one is used.
-    """
-    return attrs.Converter(convert, takes_self=True)
 
 
 def _or(name: str) -> Any:

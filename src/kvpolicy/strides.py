@@ -125,6 +125,11 @@ def _is_raw_page(facts: TensorFacts, spec: LayerSpec, row: PageShape, ratio: int
     return one_dim and facts.flat_bytes() in (row.page_bytes, padded)
 
 
+def bare_row_bytes(spec: LayerSpec, shape: PageShape) -> int:
+    """Bytes of a row without its inline scales."""
+    return shape.row_bytes - (1 if spec.split else 2) * spec.scale_bytes
+
+
 def _describe(spec: LayerSpec, row: PageShape, rows: int, itemsize: int) -> str:
     count, rest = divmod(row.row_bytes, itemsize)
     content = f"rows of {row.row_bytes} B" if rest else f"{count} elements of {itemsize} B"
@@ -181,7 +186,7 @@ def page_of_tensor(
                 f"{layout.order} with nothing between tokens; {expected}; declare the engine's "
                 "layout and its padding",
             )
-        bare = row.row_bytes - (1 if spec.split else 2) * spec.scale_bytes
+        bare = bare_row_bytes(spec, row)
         short = attrs.evolve(row, row_bytes=bare)
         if spec.scale_bytes and (
             _fits(facts, spec, short, bare) or _is_raw_page(facts, spec, short, ratio)
@@ -195,12 +200,7 @@ def page_of_tensor(
     page = StridedPage(
         offset=facts.offset,
         block_stride=row_stride * ratio,
-        box=placed_box(
-            shape,
-            ratio,
-            row_stride,
-            *strides,
-        ),
+        box=placed_box(shape, ratio, row_stride, *strides),
     )
     return _checked(page, spec, layout, num_blocks, ratio)
 
@@ -225,6 +225,7 @@ def _checked(
     if not page.is_disjoint(num_blocks):
         return Refusal(
             "overlapping",
-            f"pages of {page.page_bytes} B at a block stride of {page.block_stride} B share bytes",
+            f"pages of {page.page_bytes} B at a block stride of {page.block_stride} B share bytes; "
+            "give each block memory of its own",
         )
     return page

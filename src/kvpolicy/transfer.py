@@ -268,7 +268,9 @@ def pair_keys(keys: Iterable[Hashable], slots: BlockIds) -> dict[int, Hashable]:
         raise BlockIdError(f"keys are one name for each slot, not {shown(keys)}")
     named = list(keys)
     if len(named) != len(slots):
-        raise BlockIdError(f"{len(named)} keys and {len(slots)} slots do not pair")
+        raise BlockIdError(
+            f"{len(named)} keys and {len(slots)} slots do not pair; give one key for each slot"
+        )
     for slot, key in zip(slots.tolist(), named, strict=True):
         try:
             hash(key)

@@ -78,5 +78,5 @@ def close_names(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     if near:
         return f"did you mean {' or '.join(repr(n) for n in near)}?"
-    shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
-    return f"known: {shown or 'none'}"
+    listed = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
+    return f"known: {listed or 'none'}"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 
 from kvpolicy.errors import OptionError
+from kvpolicy.values import is_whole
 from kvpolicy.words import shown
 
 VARIABLE = "KVPOLICY_HOST_THREADS"
@@ -57,8 +58,7 @@ class Workers:
     """
 
     def __init__(self, name: str, threads: int | None = None) -> None:
-        whole = isinstance(threads, int) and not isinstance(threads, bool)
-        if threads is not None and not (whole and 0 <= threads <= MAX_THREADS):
+        if threads is not None and not (is_whole(threads) and 0 <= threads <= MAX_THREADS):
             raise OptionError(
                 f"{name}: threads is a whole number from 0 to {MAX_THREADS} or None, not "
                 f"{shown(threads)}"

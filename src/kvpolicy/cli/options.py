@@ -85,9 +85,9 @@ def plugins_of(args: argparse.Namespace) -> PluginSet:
     priorities: dict[str, int] = {}
     for item in args.priority:
         priorities |= parse_priorities(item, "--priority")
-    names = None if args.plugins is None else args.plugins.split(",")
+    strict = args.strict or None
     return load_plugins(
-        select(names=names, priorities=priorities, strict=args.strict or None, source="--plugins")
+        select(names=args.plugins, priorities=priorities, strict=strict, source="--plugins")
     )
 
 

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     return 0 if report["verified"] else 1
 
 
-def _gib_per_second(count: int, seconds: float) -> str:
+def _speed(count: int, seconds: float) -> str:
     return f"{count / max(seconds, 1e-9) / 1e9:.2f} GB/s"
 
 
@@ -80,7 +80,7 @@ def people(report: dict[str, Any], console: Console) -> None:
             ", ".join(f"{name} {n}" for name, n in report[grid].items() if n > 1) or "one rank",
             report[decision]["layout"],
             size(report[count]),
-            _gib_per_second(report[count], report[seconds]),
+            _speed(report[count], report[seconds]),
             _share(report[ratio], report[seconds]),
         )
         for what, grid, decision, count, seconds, ratio in (

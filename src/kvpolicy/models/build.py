@@ -8,13 +8,13 @@ from typing import Any
 from kvpolicy.dtypes import ITEMSIZES
 from kvpolicy.errors import ConfigError, GeometryError
 from kvpolicy.geometry import CacheGeometry, LayerGroup
+from kvpolicy.grid import MAX_RANKS
 from kvpolicy.models import dtypes, states
 from kvpolicy.models.kinds import Kinds, layer_count, layer_kinds
 from kvpolicy.models.reading import Keys, levels, shown
 from kvpolicy.models.sizes import Sizes, latent_elements, layer_sizes, without_removed
 from kvpolicy.specs import AttentionSpec, KVPacking, LatentSpec, LayerSpec, StateSpec
-
-MAX_TP = 4_096
+from kvpolicy.values import is_whole
 
 _ENCODER = "is an encoder, which keeps no KV cache between steps"
 _SEVERAL = "has several caches or attentions in a layer, which no spec here describes"
@@ -94,8 +94,8 @@ def geometry_from_config(
     found = levels(mapping)
     keys = found[-1]
     _check_supported(found)
-    if isinstance(tp, bool) or not isinstance(tp, int) or not 1 <= tp <= MAX_TP:
-        raise GeometryError(f"tp is a whole number between 1 and {MAX_TP:,}, not {shown(tp)}")
+    if not is_whole(tp) or not 1 <= tp <= MAX_RANKS:
+        raise GeometryError(f"tp is a whole number between 1 and {MAX_RANKS:,}, not {shown(tp)}")
     cache_dtype = dtypes.dtype_from_config(mapping, dtype)
     itemsize = ITEMSIZES[cache_dtype]
     kinds = without_removed(keys, layer_kinds(keys, layer_count(keys)))
@@ -188,7 +188,7 @@ def _cached_per_stage(stages: Iterable[int], kinds: list[Kinds]) -> list[int]:
     """Layers per stage -> caches per stage: a layer may have none, or two."""
     counts = list(stages) if isinstance(stages, Iterable) else [stages]
     for count in counts:
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        if not is_whole(count) or count < 1:
             raise GeometryError(f"a stage holds a whole number of layers >= 1, not {shown(count)}")
     if sum(counts) != len(kinds):
         raise GeometryError(

@@ -12,6 +12,7 @@ from typing import Any
 from kvpolicy.geometry import MAX_LAYERS
 from kvpolicy.models.reading import Keys, shown
 from kvpolicy.models.states import FAMILIES
+from kvpolicy.values import is_whole
 from kvpolicy.words import close_names
 
 Kinds = tuple[str, ...]
@@ -163,7 +164,7 @@ def _neo(keys: Keys, count: int) -> list[Kinds] | None:
         if not (isinstance(part, list) and len(part) == 2 and isinstance(part[0], list)):
             raise keys.error(key, "each item must be [[kinds], times]")
         times = part[1]
-        if isinstance(times, bool) or not isinstance(times, int) or not 0 <= times <= MAX_LAYERS:
+        if not is_whole(times) or not 0 <= times <= MAX_LAYERS:
             raise keys.error(key, f"{shown(times)} is not a number of times")
         if times * len(part[0]) > count:
             raise keys.error(key, f"it covers more than the model's {count:,} layers")
@@ -179,7 +180,7 @@ def _indexed(keys: Keys, count: int) -> list[Kinds] | None:
         if full is None:
             continue
         for i in full:
-            if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < count:
+            if not is_whole(i) or not 0 <= i < count:
                 raise keys.error(key, f"{shown(i)} is not one of the {count:,} layers")
         return [FULL if i in set(full) else STATE for i in range(count)]
     return None

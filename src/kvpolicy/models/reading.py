@@ -11,6 +11,7 @@ import attrs
 
 from kvpolicy.errors import ConfigError
 from kvpolicy.specs import MAX_SIZE
+from kvpolicy.values import is_whole
 
 MAX_CONFIG_BYTES = 64 * 2**20
 # Where composite models keep their decoder; thinker_config holds a text_config of its own.
@@ -126,7 +127,7 @@ class Keys:
         value = self.get(key)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int):
+        if not is_whole(value):
             raise self.error(key, "it must be a whole number")
         if not least <= value <= most:
             raise self.error(key, f"it must lie between {least:,} and {most:,}")

@@ -9,6 +9,7 @@ import attrs
 from kvpolicy.models.kinds import NONE, Kinds
 from kvpolicy.models.reading import Keys, shown
 from kvpolicy.models.states import HIDDEN
+from kvpolicy.values import is_whole
 
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "num_query_heads")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "num_attention_groups")
@@ -100,7 +101,7 @@ def _per_layer(keys: Keys, count: int) -> list[int | None] | None:
             continue
         found = keys.items(key, count) or []
         for i, heads in enumerate(found):
-            if isinstance(heads, bool) or not isinstance(heads, int) or not 1 <= heads <= MAX_HEADS:
+            if not is_whole(heads) or not 1 <= heads <= MAX_HEADS:
                 raise keys.error(
                     key, f"layer {i} has {shown(heads)} KV heads; possible: 1 to {MAX_HEADS:,}"
                 )

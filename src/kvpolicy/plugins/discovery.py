@@ -154,8 +154,8 @@ def _own_name(plugin: object) -> str:
     return name if isinstance(name, str) else ""
 
 
-def _own_priority(plugin: object) -> int:
-    """Its priority if that can be read, high first; what is wrong with it is found later."""
+def _asked_before(plugin: object) -> int:
+    """Sorts by priority, high first, where it can be read; what is wrong with it is found later."""
     try:
         priority = getattr(plugin, "priority", 0)
     except Exception:  # noqa: BLE001  a property may raise anything
@@ -192,7 +192,7 @@ def split_plugins(plugins: object) -> tuple[list[Candidate], list[str] | None]:
             f"objects, not {plugins!r}"
         )
     # Nameless objects of one type are told apart by priority before they are by position.
-    items = sorted(plugins, key=_own_priority)
+    items = sorted(plugins, key=_asked_before)
     names = [item for item in items if isinstance(item, str)]
     objects: list[Candidate] = []
     taken: dict[str, int] = {}

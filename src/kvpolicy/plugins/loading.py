@@ -22,6 +22,7 @@ from kvpolicy.plugins.discovery import (
     split_plugins,
 )
 from kvpolicy.plugins.selection import Selection
+from kvpolicy.values import is_whole
 from kvpolicy.words import close_names, shown, spare, told
 
 _REFUSED_MARKS = ("hookwrapper", "wrapper", "tryfirst", "trylast")
@@ -162,7 +163,7 @@ def _load(candidate: Candidate, priority: int | None) -> Plugin | PluginInfo:
 
 def _own_priority(plugin: object) -> int:
     priority = getattr(plugin, "priority", 0)
-    if isinstance(priority, bool) or not isinstance(priority, int):
+    if not is_whole(priority):
         raise Fault(f"has priority {shown(priority)}, which is not a whole number")
     return priority
 
@@ -188,7 +189,7 @@ def _rehearse(plugin: object, name: str) -> Mapping[str, _Implementation]:
     if inspect.isclass(plugin):
         raise Fault("is a class; give an instance or a module")
     needed = getattr(plugin, "requires_api", API_VERSION)
-    if isinstance(needed, bool) or not isinstance(needed, int):
+    if not is_whole(needed):
         raise Fault(f"has requires_api {shown(needed)}, which is not a whole number")
     if needed > API_VERSION:
         raise Fault(

@@ -10,12 +10,13 @@ from typing import Any
 import attrs
 
 from kvpolicy.errors import OptionError
+from kvpolicy.hooks import PROJECT
+from kvpolicy.values import is_whole
 from kvpolicy.words import close_names
 
 PLUGINS_VARIABLE = "KVPOLICY_PLUGINS"
 PRIORITY_VARIABLE = "KVPOLICY_PRIORITY"
 STRICT_VARIABLE = "KVPOLICY_STRICT"
-PROJECT_OPTION = "kvpolicy"
 _OPTION_KEYS = ("plugins", "priority", "priorities", "strict")
 _WHOLE = re.compile(r"\s*[+-]?[0-9]{1,18}\s*")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
@@ -39,11 +40,9 @@ class Selection:
 
 
 def _parse_names(value: object, source: str) -> tuple[str, ...]:
-    names: Iterable[object] = value.split(",") if isinstance(value, str) else ()
-    if not isinstance(value, str):
-        if not isinstance(value, Iterable):
-            raise OptionError(f"{source} is a list of plugin names, not {value!r}")
-        names = value
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, Iterable):
+        raise OptionError(f"{source} is a list of plugin names, not {value!r}")
     found = []
     for name in names:
         if not isinstance(name, str):
@@ -76,7 +75,7 @@ def parse_priorities(value: object, source: str) -> dict[str, int]:
             raise OptionError(f"{source} gives each plugin one priority, by name; found {name!r}")
         try:
             plain = isinstance(number, str) and _WHOLE.fullmatch(number)
-            if not plain and (isinstance(number, bool) or not isinstance(number, int)):
+            if not plain and not is_whole(number):
                 raise ValueError
             found[name] = int(number)
         except ValueError:
@@ -113,20 +112,19 @@ def select(
         OptionError: a value that cannot be, or an unknown key in ``options["kvpolicy"]``.
     """
     environ = os.environ if environ is None else environ
-    own = (options or {}).get(PROJECT_OPTION)
+    own = (options or {}).get(PROJECT)
     own = {} if own is None else own
     if not isinstance(own, Mapping):
-        raise OptionError(f"options[{PROJECT_OPTION!r}] is a mapping, not {own!r}")
+        raise OptionError(f"options[{PROJECT!r}] is a mapping, not {own!r}")
     for key in own:
         if key not in _OPTION_KEYS:
             raise OptionError(
-                f"options[{PROJECT_OPTION!r}] has no key {key!r}; "
-                f"{close_names(str(key), _OPTION_KEYS)}"
+                f"options[{PROJECT!r}] has no key {key!r}; {close_names(str(key), _OPTION_KEYS)}"
             )
     chosen, said = None, ""
     for value, where in (
         (names, source),
-        (own.get("plugins"), f"options[{PROJECT_OPTION!r}]['plugins']"),
+        (own.get("plugins"), f"options[{PROJECT!r}]['plugins']"),
         (environ.get(PLUGINS_VARIABLE), PLUGINS_VARIABLE),
     ):
         if value is not None:
@@ -135,15 +133,15 @@ def select(
     merged: dict[str, int] = {}
     for value, where in (
         (environ.get(PRIORITY_VARIABLE), PRIORITY_VARIABLE),
-        (own.get("priorities"), f"options[{PROJECT_OPTION!r}]['priorities']"),
-        (own.get("priority"), f"options[{PROJECT_OPTION!r}]['priority']"),
+        (own.get("priorities"), f"options[{PROJECT!r}]['priorities']"),
+        (own.get("priority"), f"options[{PROJECT!r}]['priority']"),
         (priorities, "the priorities argument"),
     ):
         if value is not None:
             merged |= parse_priorities(value, where)
     for value, where in (
         (strict, "the strict argument"),
-        (own.get("strict"), f"options[{PROJECT_OPTION!r}]['strict']"),
+        (own.get("strict"), f"options[{PROJECT!r}]['strict']"),
         (environ.get(STRICT_VARIABLE), STRICT_VARIABLE),
     ):
         if value is not None:

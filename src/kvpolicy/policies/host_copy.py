@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 
 from kvpolicy.hooks import hookimpl
-from kvpolicy.words import spare
+from kvpolicy.words import spare, told
 from kvpolicy.workers import Workers
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ def _run(
                 whole += done
         except BaseException as raised:  # noqa: BLE001  see spare
             spare(raised)
-            error = f"{type(raised).__name__}: {raised}"
+            error = told(raised)
             failed += (part.slots if storing else part.block_ids)[whole:].tolist()
         copied += whole * part.plan.block_bytes
     handle.ended(number, copied, failed, error)

@@ -1,6 +1,7 @@
 """KV block copies between CUDA devices and host rows: a transfer plugin for kvpolicy.
 
-torch and the CUDA driver are loaded with the first job of a CUDA device, and not before.
+Importing it loads neither torch nor the CUDA driver. `status` loads the driver and starts no
+device; the rest comes with the first connector or job of a CUDA device.
 """
 
 from __future__ import annotations

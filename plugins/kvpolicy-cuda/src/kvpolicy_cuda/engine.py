@@ -276,5 +276,5 @@ class Installed(Engine):
 
 @functools.lru_cache(maxsize=1)
 def installed() -> Installed:
-    """The one engine of this process; it opens nothing until a job comes."""
+    """The one engine of this process; it opens a device with its first job, or `prepare`."""
     return Installed()

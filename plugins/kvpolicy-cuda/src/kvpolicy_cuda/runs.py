@@ -77,7 +77,6 @@ class PlanRuns:
         device, block_strides: address of block 0's run, and bytes to the next block's.
         offsets, sizes: place in a row, and bytes.
         rows, row_stride: address of row 0, and bytes to the next.
-        num_rows: rows of the pool.
         host_offsets, host_sizes: the same bytes as runs of the row alone.
         boxes: for the kernel; empty if some copy cannot be given to it.
         no_boxes: why they are empty, else "".
@@ -90,7 +89,6 @@ class PlanRuns:
     sizes: Numbers
     rows: int
     row_stride: int
-    num_rows: int
     host_offsets: Numbers
     host_sizes: Numbers
     boxes: tuple[KernelBox, ...]
@@ -204,7 +202,6 @@ def plan_runs(plan: kvpolicy.TransferPlan) -> PlanRuns:
         sizes=np.add.reduceat(size, merged),
         rows=plan.rows.data_ptr(),
         row_stride=plan.rows.stride(0),
-        num_rows=plan.rows.shape[0],
         host_offsets=offset[rows],
         host_sizes=np.add.reduceat(size, rows),
         boxes=() if no_boxes else tuple(map(_kernel_box, alike, alike.values())),

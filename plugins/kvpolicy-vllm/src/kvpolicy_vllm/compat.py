@@ -30,7 +30,6 @@ LOGGER = "vllm.kvpolicy"
 
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 _OFFLOADING = f"{_V1}.offloading"
-_MANAGER = "vllm.v1.kv_offload.cpu.manager"
 # "a|b": one of these, since vLLM has renamed it.
 _NAMES: Mapping[str, tuple[str, ...]] = {
     f"{_V1}.offloading_connector": (
@@ -53,7 +52,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
         "get_offload_group_idx",
     ),
     "vllm.v1.kv_offload.cpu.common": ("CPULoadStoreSpec",),
-    _MANAGER: (
+    "vllm.v1.kv_offload.cpu.manager": (
         "CPUOffloadingManager._get_load_store_spec",
         "CPUOffloadingManager._free_chunk|CPUOffloadingManager._free_block",
     ),
@@ -287,7 +286,7 @@ def manager_names(manager: Any) -> Mapping[str, str]:
         "allocated": f"_num_allocated_{unit}s",
     }
     check_attributes(manager, "_policy", "_free_list", *names.values())
-    return names | {"unit": unit}
+    return names
 
 
 def chunk_id(chunk: Any) -> int:
