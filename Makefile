@@ -69,6 +69,7 @@ types: $(DEPS)  ## check types, strictly
 
 docs: $(DEPS)  ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "The pages are in site/, begin with site/index.html"
 
 wheel: $(WHEEL)  ## build the wheel into dist/
 

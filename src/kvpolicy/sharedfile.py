@@ -64,7 +64,9 @@ class PoolFile:
         try:
             self.fd, self.opened = self._open(create)
         except OSError as error:
-            raise PoolError(f"cannot open the pool {path}: {error.strerror}") from None
+            missing = error.errno == errno.ENOENT and not path.parent.exists()
+            what = f"; make the folder {path.parent} first" if missing else ""
+            raise PoolError(f"cannot open the pool {path}: {error.strerror}{what}") from None
         try:
             # Of an open file of its own: a mapping keeps its file open, and with it would keep the
             # lock of a parent that dies for as long as a forked child lives.

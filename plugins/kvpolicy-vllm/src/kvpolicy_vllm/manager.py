@@ -46,6 +46,11 @@ def first_of_chunk(record: object) -> OffloadKey | None:
     return OffloadKey(record[:-8])
 
 
+def is_after_reset(record: object) -> bool:
+    """Whether a record was stored after its engine's cache was reset."""
+    return isinstance(record, bytes) and record[-8:-4] != bytes(4)
+
+
 class KVPolicyOffloadingManager(CPUOffloadingManager):
     """The manager of vLLM over one pool.
 
@@ -75,6 +80,7 @@ class KVPolicyOffloadingManager(CPUOffloadingManager):
         self._failed: set[OffloadKey] = set()
         self._failed_jobs: set[int] = set()
         self._counts = dict.fromkeys(METRICS, 0)
+        self._counted = False
         self._generation = 0
         self._pool, self._leaves_pool = pool, leaves_pool
         self._adopt(num_chunks, blocks_per_chunk, num_groups)
@@ -82,6 +88,8 @@ class KVPolicyOffloadingManager(CPUOffloadingManager):
     def _adopt(self, num_chunks: int, blocks_per_chunk: int, num_groups: int) -> None:
         """Enters the whole chunks that the pool holds, and leaves the others free."""
         held = {one.slot: one.key for one in self._pool.records() if one.complete}
+        if not held:
+            return
         found: dict[OffloadKey, int] = {}
         for number in range(num_chunks):
             first = number * blocks_per_chunk
@@ -91,6 +99,13 @@ class KVPolicyOffloadingManager(CPUOffloadingManager):
             named = chunk_name(name, generation=0)
             if all(held.get(first + n) == record_key(named, n) for n in range(blocks_per_chunk)):
                 found[name] = number
+        late = sum(is_after_reset(key) for key in held.values())
+        logger.info(
+            "kvpolicy: %d of %d chunks are hits from the start%s",
+            len(found),
+            num_chunks,
+            f"; {late} record(s) do not count, since they were stored after a reset" * bool(late),
+        )
         if not found:
             return
         taken = {*found.values()}
@@ -100,7 +115,6 @@ class KVPolicyOffloadingManager(CPUOffloadingManager):
             self._policy.insert(name, compat.new_chunk(number))
         self._count("pending", len(found))
         super().complete_store(list(found), ReqContext(req_id=""))
-        logger.info("kvpolicy: %d of %d chunks are hits from the start", len(found), num_chunks)
 
     def _count(self, name: str, change: int) -> None:
         attribute = self._names[name]
@@ -153,14 +167,15 @@ class KVPolicyOffloadingManager(CPUOffloadingManager):
         # The weights may be others from here on, under the name that the pool was opened with.
         self._generation += 1
         self._pool.forget()
+        logger.info("kvpolicy: the host pool's records are forgotten, after a reset")
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """As vLLM's, with the jobs and failures since the last call."""
         stats = super().get_stats() or OffloadingConnectorStats()
         for name, count in self._counts.items():
-            if count:
+            if count or not self._counted:  # each counter is there from the first time on
                 stats.increase_counter(name, count)
-        self._counts = dict.fromkeys(METRICS, 0)
+        self._counts, self._counted = dict.fromkeys(METRICS, 0), True
         return stats
 
     def shutdown(self) -> None:

@@ -156,16 +156,20 @@ def test_weights_that_were_replaced_in_place_are_refused(models, file):
 
 
 def test_a_reset_counts_for_later_engines_too(models, plain, file):
-    steps = [["generate", LONG], ["reset", True]]
-    (hit, was_reset), _ = run(models, steps, kept_in(file))
+    """And so does what was stored after it: the weights may have been others by then."""
+    steps = [["generate", LONG], ["reset", True], ["generate", SHORT]]
+    (hit, was_reset, stored), log = run(models, steps, kept_in(file))
     assert hit[0]["cached"] == 4 * BLOCK
-    assert was_reset is True
+    assert (was_reset, stored[0]["cached"]) == (True, 0)
     assert_same(hit, plain["long"])
+    assert "kvpolicy: the host pool's records are forgotten, after a reset" in log
 
     (missed, other), log = run(models, [["generate", LONG], ["generate", SHORT]], kept_in(file))
     assert [missed[0]["cached"], other[0]["cached"]] == [0, 0]
     assert_same(missed + other, plain["long"] + plain["short"])
-    assert "pool file reopened with 0 record(s);" in paragraph(log)
+    assert "pool file reopened with 2 record(s);" in paragraph(log)
+    (line, *_) = said(log, "kvpolicy: 0 of 128 chunks are hits from the start; ")
+    assert "2 record(s) do not count, since they were stored after a reset" in line
 
 
 def test_after_a_crash_what_was_stored_counts_and_one_engine_has_the_file(
