@@ -153,6 +153,12 @@ def test_wrong_usage_is_said_in_words(capsys, words, reason):
     assert report["error"]["code"]
 
 
+def test_a_bench_of_which_every_case_is_refused_is_a_refusal(capsys):
+    status, report, _ = ran(capsys, *SMALL, *QUICK, "--tp", "3")
+    assert (status, report["cases"]) == (3, [])
+    assert set(report["left_out"]) == set(bench._CASES)
+
+
 def test_a_model_is_a_config_or_all_its_sizes(capsys):
     status, _, said = ran(capsys, "--layers", "3")
     assert (status, "sizes: --kv-heads, --head-size missing" in said) == (2, True)

@@ -762,15 +762,56 @@ def test_progress_shows_on_a_terminal_only(kvpolicy, monkeypatch):
     assert "rank 1 of 1" in shown.decode()
 
 
-def test_a_reader_that_goes_away_is_no_error():
-    program = f"import sys; from kvpolicy.cli import main; sys.exit(main(['explain', {QWEN!r}]))"
+def unread(*words: object) -> subprocess.CompletedProcess[str]:
+    """Runs a command whose standard output nobody reads."""
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run(
-        [sys.executable, "-c", program], stdout=writer, stderr=subprocess.PIPE, check=False
-    )
-    os.close(writer)
-    assert b"Traceback" not in done.stderr
+    try:
+        return subprocess.run(
+            [sys.executable, "-m", "kvpolicy", *map(str, words)],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    finally:
+        os.close(writer)
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    done = unread("explain", QWEN)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)])
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (("explain", QWEN, "--tp", 3), 3, "kvpolicy: 48 of 48 layers cannot be certified"),
+        (("explain", "nope.json"), 2, "kvpolicy: nope.json: no such file"),
+        (("plugins", "--plugins", "zz"), 2, "kvpolicy: --plugins names plugin 'zz'"),
+    ],
+)
+def test_an_error_is_told_and_counts_although_nobody_reads_the_output(words, status, said, more):
+    done = unread(*words, *more)
+    assert done.returncode == status
+    assert done.stderr.startswith(said)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_output_that_cannot_be_written_is_told_in_words(more):
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvpolicy", "plugins", *more],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert done.stderr.startswith("kvpolicy: cannot write the output: ")
+    assert "Traceback" not in done.stderr
 
 
 NOISY = """

@@ -103,6 +103,12 @@ def test_layers_that_are_fine_are_told_from_those_that_are_not(capsys):
     ]
 
 
+def test_the_encoding_is_shown(capsys):
+    assert "bfloat16, blocks of 16 tokens, packed K/V, encoding e1" in tree_of(
+        capsys, QWEN, "--encoding", "e1"
+    )
+
+
 def test_what_an_active_plugin_says_of_itself_is_shown(capsys):
     assert main(["explain", str(QWEN), "--plugins", "", "--json"]) == 0
     explained = json.loads(capsys.readouterr().out)
@@ -185,6 +191,7 @@ def test_what_is_said_of_each_vote_follows_from_the_rule(votes):
         "plugins": [],
         "groups": [],
         "dtype": "",
+        "encoding": "",
         "engine": {"stride_aware": True, "layouts": None},
         "format_id": "f",
         "fingerprint": "g",
@@ -227,6 +234,7 @@ def test_an_ascii_terminal_gets_an_ascii_tree():
         "plugins": [],
         "groups": [],
         "dtype": "",
+        "encoding": "",
         "engine": {"stride_aware": True, "layouts": None},
         "format_id": "f",
         "fingerprint": "g",

@@ -429,6 +429,8 @@ def test_the_environment_says_how_many_threads_copy(monkeypatch: pytest.MonkeyPa
         assert result.ok
     assert asked == [1, 3, 0, workers.default_threads()]
     monkeypatch.setenv("KVPOLICY_HOST_THREADS", "two")
+    with pytest.raises(kv.OptionError, match="KVPOLICY_HOST_THREADS is a whole number"):
+        many(4)
     (result,) = connector.wait([connector.store([0], [1])], timeout=60)
     assert not result.ok
     assert "KVPOLICY_HOST_THREADS is a whole number from 0" in result.error

@@ -18,7 +18,7 @@ from kvpolicy.sharedheader import (
     PoolShape,
     checked_contents,
     nonce_of,
-    open_since,
+    open_mark,
     take,
 )
 
@@ -60,7 +60,7 @@ def test_a_shape_is_read_as_it_was_written(shape: PoolShape, boot: bytes) -> Non
     kinds = {name: type(value) for name, value in found.contents.items()}
     assert kinds == {name: type(value) for name, value in shape.contents.items()}
     assert found.differences(shape, nonce=True) == []
-    assert open_since(finished) == boot
+    assert open_mark(finished) == boot
 
 
 @given(shapes, nonces.filter(lambda text: len(text.encode()) <= MAX_NONCE_BYTES))
@@ -68,7 +68,7 @@ def test_another_engine_takes_it_and_the_shape_stays(shape: PoolShape, nonce: st
     page = bytearray(MAGIC + shape.pack(BOOT)[len(MAGIC) :])
     take(page, nonce, bytes(16))
     assert nonce_of(page) == nonce
-    assert open_since(page) == bytes(16)
+    assert open_mark(page) == bytes(16)
     assert PoolShape.unpack(bytes(page)) == attrs.evolve(shape, nonce=nonce)
 
 

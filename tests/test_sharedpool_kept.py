@@ -11,6 +11,7 @@ import fcntl
 import mmap
 import os
 import pickle
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,9 +19,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import kvpolicy as kv
-from kvpolicy import owners, sharedfile
+from kvpolicy import owners, sharedfile, sharedterms
 from kvpolicy.identity import GroupFormat
 from kvpolicy.records import Topology
 from kvpolicy.sharedfile import PREFIX
@@ -366,7 +369,8 @@ def test_a_pool_that_was_cut_short_is_refused(tmp_path: Path, path: Path) -> Non
     make(tmp_path).close()
     os.truncate(path, path.stat().st_size - 1)
     before = path.read_bytes()
-    with pytest.raises(kv.PoolError, match="was cut short; remove it"):
+    words = r"has [\d,]+ B and not the [\d,]+ B with which it was made; remove it"
+    with pytest.raises(kv.PoolError, match=words):
         make(tmp_path)
     assert path.read_bytes() == before
 
@@ -599,7 +603,9 @@ def test_after_a_restart_the_records_of_a_killed_engine_do_not_count(
     killed(REBOOTS + HOLDS_ONE)
     with make(tmp_path, "B") as pool:
         assert pool.opened == "reopened"
-        assert pool.dropped.startswith("the machine was restarted while the pool was open, and ")
+        assert pool.dropped.startswith(
+            "the machine was restarted, or this copy of it was made, while the pool was open, and "
+        )
         assert pool.records() == []
         assert pool.holds(1) is None
         with pytest.raises(kv.PoolError, match="slot 1 holds nothing"):
@@ -648,6 +654,68 @@ def test_where_the_boot_has_no_name_a_pool_that_was_not_closed_does_not_count(
         assert (pool.dropped, held(pool)) == ("", {0: (b"zero", True)})
 
 
+def test_a_copy_of_a_pool_that_was_open_does_not_count(
+    tmp_path: Path, path: Path, killed: Start
+) -> None:
+    """It may have a slot's name from one moment, and its bytes from another."""
+    killed(HOLDS_ONE)
+    (tmp_path / "copies").mkdir()
+    shutil.copy(path, tmp_path / "copies")
+    with make(tmp_path / "copies", "B") as pool:
+        assert pool.dropped.startswith("the machine was restarted, or this copy of it was made, ")
+        assert pool.records() == []
+    with make(tmp_path, "C") as pool:  # the pool itself is whole
+        assert (pool.dropped, held(pool)) == ("", {1: (b"one", True)})
+    shutil.copy(path, tmp_path / "copies")
+    with make(tmp_path / "copies", "D") as pool:  # and so is a copy of it once it is closed
+        assert (pool.dropped, held(pool)) == ("", {1: (b"one", True)})
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o660, 0o606])
+@pytest.mark.parametrize("is_there", ["empty", "closed"])
+def test_nobody_else_may_read_what_is_in_it(
+    tmp_path: Path, path: Path, mode: int, is_there: str
+) -> None:
+    path.touch() if is_there == "empty" else make(tmp_path).close()
+    path.chmod(mode)
+    with make(tmp_path, "B"):
+        assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_link_is_refused_with_that_word(tmp_path: Path, path: Path) -> None:
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(kv.PoolError, match="it is a symbolic link; name the file that it stands"):
+        make(tmp_path)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_an_index_with_flipped_bits_is_read_or_refused_in_words(
+    tmp_path: Path, path: Path, data: st.DataObject
+) -> None:
+    path.unlink(missing_ok=True)
+    with make(tmp_path) as pool:
+        store(pool, 1, b"one")
+        store(pool, 2, b"two")
+    raw = bytearray(path.read_bytes())
+    texts = sharedterms._TEXTS_AT
+    index = st.integers(sharedterms._TERMS_AT, sharedterms._TERMS_AT + 80)
+    slots = st.integers(sharedterms._TERMS_END, sharedterms._TERMS_END + 1500)
+    places = st.one_of(index, st.integers(texts, texts + 300), slots)
+    for at in data.draw(st.lists(places, min_size=1, max_size=4)):
+        raw[at] ^= 1 << data.draw(st.integers(0, 7))
+    path.write_bytes(raw)
+    refused = ""
+    try:
+        with make(tmp_path, "B") as pool:
+            pool.records()
+            for slot in range(4):
+                pool.holds(slot)
+    except kv.PoolError as error:
+        refused = str(error)
+    assert not refused or f"the index of the pool {path} is damaged" in refused
+
+
 @pytest.mark.parametrize("at", [1, 2])
 def test_who_dies_while_it_drops_records_leaves_that_to_the_next(
     tmp_path: Path, child: Start, killed: Start, monkeypatch: pytest.MonkeyPatch, at: int
@@ -682,7 +750,7 @@ class Disk(mmap.mmap):
     def flush(self, at: int = 0, size: int = 0) -> None:
         if Disk.refuses:
             raise OSError(errno.EIO, "Input/output error")
-        is_open = sharedfile.header.open_since(self) is not None
+        is_open = sharedfile.header.open_mark(self) is not None
         entered = sum(1 for n in range(256) if any(self[4096 + 64 * n : 4104 + 64 * n]))
         Disk.told.append((size, is_open, entered))
         super().flush(at, size)

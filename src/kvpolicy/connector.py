@@ -197,6 +197,7 @@ class Connector:
                 cannot be proved, or host rows that its copy engine fails on; the plugin is named.
             CertificationError: no policy takes these layers under this decision.
             ClosedError: closed, or registered before.
+            OptionError: a copy engine refuses what its user has set, such as a number of threads.
         """
         with self._open():
             self._check_unregistered()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import mmap
 import os
 import stat
@@ -27,6 +28,7 @@ from kvpolicy.owners import OWNERS_END, Owner, live_owners
 from kvpolicy.sharedheader import HEADER_BYTES, MAGIC, MAKING, VERSION, PoolShape
 
 PREFIX = "kvpolicy-pool-"
+_PRIVATE = 0o600
 BODY_AT = OWNERS_END
 Opened = Literal["made", "joined", "reopened"]
 
@@ -64,9 +66,12 @@ class PoolFile:
         try:
             self.fd, self.opened = self._open(create)
         except OSError as error:
-            missing = error.errno == errno.ENOENT and not path.parent.exists()
-            what = f"; make the folder {path.parent} first" if missing else ""
-            raise PoolError(f"cannot open the pool {path}: {error.strerror}{what}") from None
+            what = str(error.strerror)
+            if error.errno == errno.ENOENT and not path.parent.exists():
+                what += f"; make the folder {path.parent} first"
+            elif error.errno == errno.ELOOP:
+                what = "it is a symbolic link; name the file that it stands for"
+            raise PoolError(f"cannot open the pool {path}: {what}") from None
         try:
             # Of an open file of its own: a mapping keeps its file open, and with it would keep the
             # lock of a parent that dies for as long as a forked child lives.
@@ -103,8 +108,12 @@ class PoolFile:
                 opened = settle(fd, create)
                 if opened is None:
                     continue
-                if opened != "made" and os.fstat(fd).st_size != self.shape.size:
-                    raise PoolError(f"the pool {self.path} was cut short; remove it")
+                found = os.fstat(fd).st_size
+                if opened != "made" and found != self.shape.size:
+                    raise PoolError(
+                        f"the pool {self.path} has {found:,} B and not the {self.shape.size:,} B "
+                        "with which it was made; remove it"
+                    )
                 kept = True
                 return fd, opened
             finally:
@@ -181,7 +190,7 @@ class PoolFile:
                 f"({free.f_bavail * free.f_frsize / 2**30:,.2f} GiB free); lower the number of "
                 "slots, or give that file system more"
             ) from None
-        os.pwrite(fd, self.shape.pack(self._boot), 0)
+        os.pwrite(fd, self.shape.pack(self._mark(fd)), 0)
         self._settle_on_disk(fd)
         os.pwrite(fd, MAGIC, 0)
 
@@ -228,7 +237,7 @@ class PoolFile:
     def has_ended(self) -> bool:
         """Whether the last one has left it, or another engine has it by now."""
         if self.keep:
-            closed = header.open_since(self.map) is None
+            closed = header.open_mark(self.map) is None
             return closed or header.nonce_of(self.map) != self.shape.nonce
         return os.fstat(self.fd).st_nlink == 0
 
@@ -237,21 +246,35 @@ class PoolFile:
         if _is_at(self.fd, self.path):
             self.path.unlink()
 
+    def _mark(self, fd: int) -> bytes:
+        """Names this boot and this file, of which a copy is another; zeros: the boot is unknown."""
+        found = os.fstat(fd)
+        text = f"{self._boot.hex()} {found.st_dev} {found.st_ino}"
+        mark = hashlib.sha256(text.encode()).digest()[: len(self._boot)]
+        return mark if any(self._boot) else self._boot
+
+    def damaged(self) -> PoolError:
+        """The error for an index that says what cannot be."""
+        return PoolError(
+            f"the index of the pool {self.path} is damaged, as by a bit that flipped on its disk; "
+            "remove it"
+        )
+
     def torn(self) -> str:
         """Why what it holds may be half written, "" if it is not."""
-        boot = header.open_since(self.map)
-        if boot is None or (boot == self._boot and any(boot)):
+        found, mark = header.open_mark(self.map), self._mark(self.fd)
+        if found is None or (found == mark and any(mark)):
             return ""
-        if any(boot) and any(self._boot):
+        if any(found) and any(mark):
             return (
-                "the machine was restarted while the pool was open, and what was written last may "
-                "not have reached the disk"
+                "the machine was restarted, or this copy of it was made, while the pool was open, "
+                "and what was written last may be missing here"
             )
         return "it was not closed, and the system does not say whether it was restarted since"
 
     def take(self) -> None:
         """It is this engine's from now on, and open; on the disk before anything else changes."""
-        header.take(self.map, self.shape.nonce, self._boot)
+        header.take(self.map, self.shape.nonce, self._mark(self.fd))
         self.flush(BODY_AT)
 
     def settle(self) -> None:
@@ -283,7 +306,7 @@ def _opened(path: Path, create: bool) -> int | None:
     """A descriptor of a regular file of this user's, None if there is none."""
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
-        fd = os.open(path, flags | (os.O_CREAT if create else 0), 0o600)
+        fd = os.open(path, flags | (os.O_CREAT if create else 0), _PRIVATE)
     except FileNotFoundError:
         if create:
             raise
@@ -292,6 +315,8 @@ def _opened(path: Path, create: bool) -> int | None:
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
         os.close(fd)
         raise PoolError(f"{path} is no pool of this user's; choose another name")
+    if stat.S_IMODE(found.st_mode) & ~_PRIVATE:
+        os.fchmod(fd, _PRIVATE)  # it was there before, or is a copy: prompts are nobody else's
     return fd
 
 

@@ -26,7 +26,7 @@ MAKING = b"KVPOOL\r."
 """Stands where `MAGIC` will, until the file is whole."""
 _HEADER = struct.Struct("<8sIIQQQQI")  # the last: bytes of the contents
 _OPEN_AT = 64
-_OPEN = struct.Struct("<I4x16s")  # whether somebody may have written since the last flush; boot
+_OPEN = struct.Struct("<I4x16s")  # whether somebody may have written since the last flush; a mark
 _NONCE_AT = 96
 _LENGTH = struct.Struct("<I")
 _CONTENTS_AT = 1024
@@ -89,14 +89,14 @@ class PoolShape:
     size: int
     version: int = VERSION
 
-    def pack(self, boot: bytes) -> bytes:
+    def pack(self, mark: bytes) -> bytes:
         """The page of a pool that is open; it begins with `MAKING`."""
         contents = _json(self.contents)
         numbers = self.num_slots, self.record_bytes, self.alignment, self.size, len(contents)
         page = bytearray(HEADER_BYTES)
         _HEADER.pack_into(page, 0, MAKING, self.version, self.max_ranks, *numbers)
         page[_CONTENTS_AT : _CONTENTS_AT + len(contents)] = contents
-        take(page, self.nonce, boot)
+        take(page, self.nonce, mark)
         return bytes(page)
 
     @classmethod
@@ -159,20 +159,20 @@ def nonce_of(page: Page) -> str:
     return page[at : at + min(length, MAX_NONCE_BYTES)].decode(errors="replace")
 
 
-def open_since(page: Page) -> bytes | None:
-    """The boot in which the pool was opened, None if it was closed in order.
+def open_mark(page: Page) -> bytes | None:
+    """The mark of the boot and the file in which it was opened, None if it was closed in order.
 
     While it is open, the disk may have some of what was written and not the rest.
     """
-    is_open, boot = _OPEN.unpack_from(page, _OPEN_AT)
-    return boot if is_open else None
+    is_open, mark = _OPEN.unpack_from(page, _OPEN_AT)
+    return mark if is_open else None
 
 
-def take(page: bytearray | mmap.mmap, nonce: str, boot: bytes) -> None:
+def take(page: bytearray | mmap.mmap, nonce: str, mark: bytes) -> None:
     """Says whose the pool is, and that it is open."""
     raw = nonce.encode()
     page[_NONCE_AT : _NONCE_AT + _LENGTH.size + len(raw)] = _LENGTH.pack(len(raw)) + raw
-    page[_OPEN_AT : _OPEN_AT + _OPEN.size] = _OPEN.pack(1, boot)
+    page[_OPEN_AT : _OPEN_AT + _OPEN.size] = _OPEN.pack(1, mark)
 
 
 def close(page: mmap.mmap) -> None:

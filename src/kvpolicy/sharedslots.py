@@ -302,6 +302,8 @@ class SharedTable(SlotTable):
         at = self._at(slot)
         at += 8 + (self._place if self.file.map[at] else 0)
         has, key_bytes, terms, busy, stores, key = _SLOT.unpack_from(self.file.map, at)
+        if busy > MAX_BUSY:
+            raise self.file.damaged()
         state = Slot(stores=stores, given_up=bool(has & _GIVEN_UP))
         if has & _HAS_RECORD:
             named = _key(key, key_bytes) if has & _HAS_KEY else None

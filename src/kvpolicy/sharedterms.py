@@ -15,7 +15,7 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.errors import OptionError, PoolError
+from kvpolicy.errors import KVPolicyError, OptionError, PoolError
 from kvpolicy.grid import ParallelGrid
 from kvpolicy.identity import GroupFormat
 from kvpolicy.records import Topology
@@ -109,7 +109,7 @@ class Terms:
     """The list of texts that slots refer to by number; 0 is the empty text."""
 
     def __init__(self, file: PoolFile) -> None:
-        self._map = file.map
+        self._map, self._damaged = file.map, file.damaged
         self._texts = [""]
         self._numbers = {"": 0}
         self._values: dict[int, Any] = {}
@@ -119,8 +119,11 @@ class Terms:
         """Reads what others have added."""
         (count,) = _COUNT.unpack_from(self._map, _TERMS_AT)
         for number in range(len(self._texts), count + 1):
-            at, length = _TERM.unpack_from(self._map, self._entry(number))
-            text = zlib.decompress(self._map[at : at + length]).decode()
+            try:
+                at, length = _TERM.unpack_from(self._map, self._entry(number))
+                text = zlib.decompress(self._map[at : at + length]).decode()
+            except (struct.error, zlib.error, UnicodeDecodeError):
+                raise self._damaged() from None
             self._numbers[text] = number
             self._texts.append(text)
 
@@ -183,7 +186,10 @@ class Terms:
         if number not in self._values:
             if number >= len(self._texts):
                 self._read()
-            self._values[number] = read(self._texts[number])
+            try:
+                self._values[number] = read(self._texts[number])
+            except (IndexError, ValueError, KeyError, TypeError, KVPolicyError):
+                raise self._damaged() from None
         return self._values[number]
 
 

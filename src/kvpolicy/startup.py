@@ -14,7 +14,13 @@ from kvpolicy.caches import KVCaches
 from kvpolicy.certify import Certificate
 from kvpolicy.context import PolicyContext
 from kvpolicy.decision import CastVote, LayoutDecision, Vote, decide
-from kvpolicy.errors import CertificationError, PolicyConflictError, Refusal, RegistrationError
+from kvpolicy.errors import (
+    CertificationError,
+    OptionError,
+    PolicyConflictError,
+    Refusal,
+    RegistrationError,
+)
 from kvpolicy.explain import explain, explain_conflict
 from kvpolicy.identity import GroupFormat
 from kvpolicy.plugins import Plugin, PluginSet
@@ -203,6 +209,7 @@ def prepare_rows(started: StartUp, rows: torch.Tensor, device: str) -> tuple[obj
 
     Raises:
         RegistrationError: one of them raises; it is named.
+        OptionError: one of them refuses what its user has set.
     """
     held = []
     for plugin in started.plugins.having("transfer"):
@@ -210,6 +217,8 @@ def prepare_rows(started: StartUp, rows: torch.Tensor, device: str) -> tuple[obj
             continue
         try:
             held.append(prepare(rows, device))
+        except OptionError:
+            raise  # what its user has set is wrong, and not the plugin
         except BaseException as error:
             spare(error)
             what = f"raised {told(error)} when it was to prepare the host rows"

@@ -71,12 +71,17 @@ def _run(words: Sequence[str], out: Output) -> int:
         with contextlib.redirect_stdout(sys.stderr):
             status: int = args.run(args, out)
     except KVPolicyError as error:
-        out.error(error)
-        return error.exit_status
+        return _told(error, out)
     except MemoryError:
-        out.error(OptionError("not enough memory; lower --blocks or --block-size"))
-        return 2
+        return _told(OptionError("not enough memory; lower --blocks or --block-size"), out)
     return status
+
+
+def _told(error: KVPolicyError, out: Output) -> int:
+    """Says an error; its status stays what it is where nobody reads standard output any more."""
+    with contextlib.suppress(BrokenPipeError):
+        out.error(error)
+    return error.exit_status
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _discard_output()
     except OSError as error:
-        out.error(OptionError(f"cannot write the output: {error}"))
+        print(f"kvpolicy: cannot write the output: {error}", file=sys.stderr)
         _discard_output()
         return 2
     except KeyboardInterrupt:

@@ -94,6 +94,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
         plot(report, Path(args.plot))
     out.show(report, lambda console: people(report, console))
+    if not report["cases"]:
+        return 3  # every case was refused, and the report says why
     return 0 if all(case["verified"] for case in report["cases"]) else 1
 
 

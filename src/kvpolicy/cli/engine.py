@@ -100,14 +100,19 @@ class SimulatedRank:
     """
 
     def __init__(self, context: PolicyContext, decision: LayoutDecision) -> None:
-        taken = context.backend.layouts
+        taken, heads_first = context.backend.layouts, decision.layout.heads_first
         if taken is not None and decision.layout not in taken:
             fits = sorted({"NHD" if layout.order.value == "LBNHC" else "HND" for layout in taken})
+            other = [order for order in fits if order != ("HND", "NHD")[not heads_first]]
             why = Refusal(
                 "uncertified",
-                f"the engine takes {', '.join(sorted(one.value for one in taken))}, not "
-                f"{decision.layout}; its head/token order is given by --layout "
-                f"{' or '.join(fits)}",
+                f"the engine takes {', '.join(sorted(one.value for one in taken)) or 'nothing'}, "
+                f"not {decision.layout}; "
+                + (
+                    f"its head/token order is given by --layout {other[0]}"
+                    if other
+                    else f"add {decision.layout} to --backend-layouts"
+                ),
             )
             raise CertificationError(
                 f"the simulated engine does not take {decision.layout}",

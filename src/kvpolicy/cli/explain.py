@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,7 +87,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
         if known:
             _warn(known, out)
             if not out.json:  # which has it beside the error
-                out.show(known, lambda console: refused(known, console))
+                with contextlib.suppress(BrokenPipeError):  # the error is told all the same
+                    out.show(known, lambda console: refused(known, console))
         raise
     _warn(explained, out)
     if args.svg is not None:

@@ -55,6 +55,7 @@ class Output:
 
     def error(self, error: KVPolicyError) -> None:
         """Prints an error with every reason; in JSON beside what is known so far."""
+        print(f"kvpolicy: {error}", file=sys.stderr)
         refusals: Mapping[str, Refusal] = getattr(error, "refusals", {})
         if self.json:
             listed = [
@@ -63,7 +64,6 @@ class Output:
             ]
             told = {"code": error.code, "message": str(error), "refusals": listed}
             self._dump({**(error.explanation or {}), "error": told})
-        print(f"kvpolicy: {error}", file=sys.stderr)
 
     def warn(self, sentence: str) -> None:
         """One line on standard error."""

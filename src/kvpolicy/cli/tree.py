@@ -140,6 +140,7 @@ def _facts(explained: Mapping[str, Any]) -> list[tuple[str, str]]:
     cache = [explained["dtype"] or "dtype unknown"]
     cache += [f"blocks of {count} tokens" for count in tokens]
     cache += [f"{name} K/V" for name in packing]
+    cache += [f"encoding {explained['encoding']}"] if explained["encoding"] else []
     engine = explained["engine"]
     aware = "stride-aware" if engine["stride_aware"] else "not stride-aware"
     takes = "all layouts" if engine["layouts"] is None else ", ".join(engine["layouts"])

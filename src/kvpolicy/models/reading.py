@@ -26,6 +26,8 @@ def load_config(path: str | Path) -> dict[str, Any]:
             off, too deep), or JSON that is not an object: ``key`` is "". Or an object that has one
             key twice: ``key`` is that one.
     """
+    if not str(path):
+        raise ConfigError("the path of the config.json is empty; give that of a file")
     try:
         with Path(path).open("rb") as file:
             data = file.read(MAX_CONFIG_BYTES + 1)

@@ -92,6 +92,14 @@ class HostCopy:
         )
         return handle
 
+    def prepare_rows(self, _rows: object, _device: str) -> None:
+        """Nothing but to refuse a number of threads that cannot be before the first job does.
+
+        Raises:
+            OptionError: as `Workers.threads` says.
+        """
+        self._workers.threads()
+
     def _views_of(self, plan: TransferPlan) -> Views:
         with self._lock:
             views = self._views.get(plan)

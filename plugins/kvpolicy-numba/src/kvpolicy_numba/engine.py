@@ -62,6 +62,14 @@ class NumbaCopy:
         )
         return handle
 
+    def prepare_rows(self, _rows: object, _device: str) -> None:
+        """Nothing but to refuse a number of threads that cannot be before the first job does.
+
+        Raises:
+            OptionError: ``KVPOLICY_HOST_THREADS`` is no number from 0 to 256.
+        """
+        self._workers.threads()
+
     def _runs_of(self, plan: kvpolicy.TransferPlan) -> Runs:
         with self._lock:
             found = self._runs.get(plan)

@@ -307,7 +307,7 @@ def key_meaning(vllm_config: Any) -> Mapping[str, str | int]:
     """What another engine must agree on for its block hashes to mean the same tokens and weights.
 
     Raises:
-        VLLMConfigError: hashes that no other process can reproduce.
+        VLLMConfigError: hashes or weights that no other process can reproduce.
     """
     cache, model = vllm_config.cache_config, vllm_config.model_config
     algorithm = str(cache.prefix_caching_hash_algo)
@@ -321,6 +321,12 @@ def key_meaning(vllm_config: Any) -> Mapping[str, str | int]:
         raise VLLMConfigError(
             f"vLLM {vllm_version()} seeds its block hashes at random, so that no other engine "
             "could find what is in the pool_file; set PYTHONHASHSEED, the same for all of them"
+        )
+    load_format = vllm_config.load_config.load_format
+    if getattr(load_format, "value", load_format) == "dummy":
+        raise VLLMConfigError(
+            "load_format is 'dummy', whose weights are random, so that no later engine could use "
+            "what is in the pool_file; load the model's own weights, or leave pool_file out"
         )
     text = model.hf_text_config
     described = json.dumps(text.to_dict(), sort_keys=True, default=str)

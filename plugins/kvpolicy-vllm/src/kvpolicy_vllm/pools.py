@@ -105,6 +105,12 @@ def open_pool(
                 keep=wish.file is not None,
                 contents=contents,
             )
+            if shared.opened == "joined":
+                shared.close()
+                raise VLLMConfigError(
+                    f"another engine that runs has the pool {shared.path} and the same engine_id, "
+                    f"{wish.engine!r}; give each an engine_id and a pool_file of its own"
+                )
             pool = shared
             return shared.address()
         return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +76,8 @@ class KVPolicyOffloadingSpec(OffloadingSpec):
                 cache_policy=self.extra_config.get("eviction_policy", "lru"),
                 cache_policy_module_path=self.extra_config.get("cache_policy_module_path"),
                 enable_events=self.kv_events_config.enable_kv_cache_events,
-                store_threshold=int(self.extra_config.get("store_threshold", 0)),
-                max_tracker_size=int(self.extra_config.get("max_tracker_size", 64_000)),
+                store_threshold=_whole(self.extra_config, "store_threshold", 0),
+                max_tracker_size=_whole(self.extra_config, "max_tracker_size", 64_000),
             )
         return self._manager
 
@@ -94,9 +96,19 @@ class KVPolicyOffloadingSpec(OffloadingSpec):
 
 
 def _capacity(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 1:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (number and 1 <= value < math.inf):
         raise VLLMConfigError(
             "kv_connector_extra_config needs cpu_bytes_to_use, the bytes of host memory for all "
             f"ranks of the node together; found {value!r}"
         )
     return int(value)
+
+
+def _whole(options: Mapping[str, Any], name: str, otherwise: int) -> int:
+    value = options.get(name, otherwise)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise VLLMConfigError(
+            f"kv_connector_extra_config's {name} is a whole number >= 0; found {value!r}"
+        )
+    return value

@@ -155,6 +155,13 @@ def test_weights_that_were_replaced_in_place_are_refused(models, file):
     assert digest(file) == before
 
 
+def test_random_weights_are_kept_for_nobody(models, file):
+    before = digest(file)
+    _, log = run(models, [], kept_in(file), load_format="dummy", ends_badly=True)
+    assert said(log, "load_format is 'dummy', whose weights are random, so that no later engine ")
+    assert digest(file) == before
+
+
 def test_a_reset_counts_for_later_engines_too(models, plain, file):
     """And so does what was stored after it: the weights may have been others by then."""
     steps = [["generate", LONG], ["reset", True], ["generate", SHORT]]
@@ -183,17 +190,20 @@ def test_after_a_crash_what_was_stored_counts_and_one_engine_has_the_file(
         *(["generate", OTHER], ["generate", LONG], ["linger", str(tmp_path)], ["reset"]),
         *(["generate", LONG],),
     ]
+    mine = kept_in(file) | {"engine_id": "mine"}
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(run, models, steps, kept_in(file))
+        first = pool.submit(run, models, steps, mine)
         while not (tmp_path / "here").exists() and not first.done():
             time.sleep(0.1)
         try:
             _, log = run(models, [["generate", LONG]], kept_in(file), ends_badly=True)
+            _, alike = run(models, [["generate", LONG]], mine, ends_badly=True)
         finally:
             (tmp_path / "go").touch()
         (other, long, _, _, again), warm = first.result()
     (line, *_) = said(log, f"the pool {file} is in use by another engine (process ")
     assert "give this engine another file, or wait until that one has ended" in line
+    assert said(alike, f"another engine that runs has the pool {file} and the same engine_id, ")
 
     assert "pool file reopened with 8 record(s);" in paragraph(warm)
     assert [one["cached"] for one in other + long + again] == [2 * BLOCK, *[4 * BLOCK] * 2]

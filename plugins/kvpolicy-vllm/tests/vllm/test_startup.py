@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from harness import NEEDS_VLLM, SLABS, connector, run
 
+import kvpolicy
+
 pytestmark = NEEDS_VLLM
 
 
@@ -50,3 +52,19 @@ def test_a_plugin_at_fault_stops_an_engine_that_is_strict(models, outside):
     assert "acme-broken" in log
     assert "acme-kv 3.1" in log
     assert "has no attribute 'forgotten'" in log
+
+
+@pytest.mark.parametrize("value", [None, "8GB", True, 0, -1, float("nan"), float("inf")])
+def test_a_capacity_that_is_no_number_of_bytes_is_refused(value):
+    from kvpolicy_vllm.spec import _capacity
+
+    with pytest.raises(kvpolicy.KVPolicyError, match="needs cpu_bytes_to_use, the bytes of host"):
+        _capacity(value)
+
+
+@pytest.mark.parametrize("value", [None, "two", True, -1, 1.5])
+def test_an_option_that_is_no_whole_number_is_refused_by_name(value):
+    from kvpolicy_vllm.spec import _whole
+
+    with pytest.raises(kvpolicy.KVPolicyError, match="'s store_threshold is a whole number >= 0;"):
+        _whole({"store_threshold": value}, "store_threshold", 0)
