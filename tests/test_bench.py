@@ -202,12 +202,14 @@ def fails():
 def test_the_calibration_of_every_engine_that_has_one_is_printed(monkeypatch, capsys):
     found = {"cuda:0": {"store": 65536, "measured": "a device"}}
     engines = {"acme": Measured(lambda: found), "other": Measured(fails), "odd": Measured(set)}
+    engines["nan"] = Measured(lambda: float("nan"))
     status, told, _ = calibrated(monkeypatch, capsys, "--json", **engines)
     assert status == 0
     assert json.loads(told)["calibration"] == {
         "acme": found,
         "other": "failed: OSError: no device",
         "odd": "failed: TypeError: Object of type set is not JSON serializable",
+        "nan": "failed: ValueError: Out of range float values are not JSON compliant",
     }
     status, told, _ = calibrated(monkeypatch, capsys, **engines)
     words = told.split()

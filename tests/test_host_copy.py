@@ -409,7 +409,7 @@ def test_a_waiter_wakes_although_another_one_never_lets_go() -> None:
     assert done.ok
     handle = kv.PiecewiseHandle(None, 1)
     assert handle.wait(0.001) is False
-    handle._outcomes.append(None)  # as `ended` does before it releases the latch
+    handle._outcomes[0] = None  # as `ended` does before it releases the latch
     assert handle.wait(60) is True
 
 

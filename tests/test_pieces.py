@@ -39,6 +39,21 @@ def test_a_job_without_pieces_is_done():
     assert (handle.wait(0), handle.result().ok, handle.result().seconds) == (True, True, 0.0)
 
 
+@pytest.mark.parametrize("pieces", [-1, 1.5, "2", None, True])
+def test_pieces_that_cannot_be_are_refused(pieces):
+    with pytest.raises(kv.OptionError, match="PiecewiseHandle pieces is a whole number >= 0"):
+        kv.PiecewiseHandle(Job(), pieces)
+
+
+@pytest.mark.parametrize("piece", [-1, 2, 0])
+def test_a_piece_ends_once(piece):
+    handle = kv.PiecewiseHandle(Job(), 2)
+    handle.ended(0, 1)
+    with pytest.raises(kv.OptionError, match=f"piece {piece} of 2 has ended already, or is none"):
+        handle.ended(piece, 1)
+    assert not handle.done()
+
+
 @pytest.mark.parametrize("timeout", [None, 60])
 def test_a_waiter_wakes_with_the_last_piece(timeout):
     handle = kv.PiecewiseHandle(Job(), 2)

@@ -318,10 +318,17 @@ def test_an_object_whose_attributes_raise_is_one_fault_among_good_plugins():
 # What a plugin says of itself, and does beside its hooks.
 
 
-@pytest.mark.parametrize("said", ["", "no batched copy: one call for each run"])
-def test_an_active_plugin_s_own_status_is_listed(said):
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("", ""),
+        ("no batched copy: one call for each run", "no batched copy: one call for each run"),
+        ("red \x1b[31m and\nbroken", "red  [31m and broken"),
+    ],
+)
+def test_an_active_plugin_s_own_status_is_listed(said, shown):
     info = listed(chosen(plugins=[Voter(name="acme", status=lambda: said)]), "acme")
-    assert (info.status, info.reason) == ("active", said)
+    assert (info.status, info.reason) == ("active", shown)
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,41 @@ def test_what_is_no_number_of_threads_is_refused(monkeypatch, text):
     )
 
 
+def test_a_pool_whose_threads_cannot_start_is_tried_again(monkeypatch):
+    """As where processes or memory are short for a moment; nothing that was put is lost."""
+    start, left = threading.Thread.start, [1]
+
+    def scarce(thread):
+        if not left:
+            raise RuntimeError("can't start new thread")
+        left.pop()
+        start(thread)
+
+    done = threading.Event()
+    pool = workers.Workers("w")
+    monkeypatch.setattr(threading.Thread, "start", scarce)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        pool.put([done.set], 2)
+    assert not done.wait(0.05)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    pool.put([done.set], 2)
+    assert done.wait(60)
+
+
+def test_a_task_that_raises_is_told_and_ends_no_thread(monkeypatch):
+    told, done = [], threading.Event()
+    monkeypatch.setattr(threading, "excepthook", lambda args: told.append(args.exc_value))
+    pool = workers.Workers("w")
+    pool.put([lambda: 1 // 0, done.set], 1)
+    assert done.wait(60)
+    assert [str(one) for one in told] == ["integer division or modulo by zero"]
+
+
+def test_fewer_threads_than_none_are_refused():
+    with pytest.raises(kv.OptionError, match="w: threads is a whole number >= 0, not -1"):
+        workers.Workers("w").put([], -1)
+
+
 AT_EXIT = """
 import os, time
 from kvpolicy.workers import Workers
@@ -95,6 +130,23 @@ def slow():
 
 Workers("w").put([slow] * 3, 2)
 """
+
+
+LATE = """
+import atexit, os
+from kvpolicy.workers import Workers
+
+pool = Workers("w")
+atexit.register(lambda: pool.put([lambda: os.write(1, b"late ")], 2))  # runs after ours
+pool.put([lambda: os.write(1, b"early ")], 2)
+"""
+
+
+def test_what_is_put_while_the_process_ends_is_done_too():
+    ran = subprocess.run(
+        [sys.executable, "-c", LATE], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ran.stdout, ran.returncode) == ("early late ", 0), ran.stderr
 
 
 def test_what_was_put_is_done_before_the_process_ends():

@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from kvpolicy.errors import OptionError
 from kvpolicy.transfer import TransferHandle, TransferJob, TransferResult
+from kvpolicy.values import is_whole
+from kvpolicy.words import shown
 
 _LONGEST_WAIT = 0.05
 
@@ -29,11 +32,16 @@ class PiecewiseHandle(TransferHandle):
     Args:
         job: what is copied.
         pieces: how many there are; without any the job is done.
+
+    Raises:
+        OptionError: pieces that are no whole number >= 0.
     """
 
     def __init__(self, job: TransferJob, pieces: int) -> None:
+        if not is_whole(pieces) or pieces < 0:
+            raise OptionError(f"PiecewiseHandle pieces is a whole number >= 0, not {shown(pieces)}")
         self._job, self._pieces, self._begun = job, pieces, time.perf_counter()
-        self._outcomes: list[_Outcome] = []
+        self._outcomes: dict[int, _Outcome] = {}
         self._latch = threading.Lock()
         self._latch.acquire()
 
@@ -47,8 +55,16 @@ class PiecewiseHandle(TransferHandle):
             bytes_copied: in whole blocks.
             failed_ids: its destinations that were not wholly written.
             error: why, "" if nothing failed.
+
+        Raises:
+            OptionError: no such piece, or one that has ended.
         """
-        self._outcomes.append(_Outcome(piece, time.perf_counter(), bytes_copied, failed_ids, error))
+        if not 0 <= piece < self._pieces or piece in self._outcomes:
+            raise OptionError(
+                f"piece {shown(piece)} of {self._pieces} has ended already, or is none"
+            )
+        outcome = _Outcome(piece, time.perf_counter(), bytes_copied, failed_ids, error)
+        self._outcomes[piece] = outcome
         if self.done():
             with suppress(RuntimeError):  # two that are the last at once
                 self._latch.release()
@@ -59,7 +75,7 @@ class PiecewiseHandle(TransferHandle):
 
     def result(self) -> TransferResult:
         """What came of all pieces."""
-        outcomes = sorted(self._outcomes)
+        outcomes = sorted(self._outcomes.values(), key=lambda one: one.piece)
         error = next((one.error for one in outcomes if one.error), "")
         return TransferResult(
             job_id=self._job.job_id,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from queue import SimpleQueue
@@ -67,7 +68,8 @@ class Workers:
         self._name = name
         self._lock = threading.Lock()
         self._queues: dict[int, SimpleQueue[Task | None]] = {}
-        self._process = 0
+        self._process = os.getpid()
+        self._ended = False
 
     def threads(self) -> int:
         """How many there are now.
@@ -82,47 +84,71 @@ class Workers:
 
         Args:
             tasks: in the order in which they are begun.
-            threads: what `threads` said; every number has a pool of its own. With 0 the tasks have
-                run when this returns.
-        """
-        if not threads:
-            for task in tasks:
-                task()
-            return
-        queue = self._queue(threads)
-        for task in tasks:
-            queue.put(task)  # atomic: an interrupt leaves no lock held
+            threads: what `threads` said; every number has a pool of its own. With 0, and once the
+                process is about to end, the tasks have run when this returns.
 
-    def _queue(self, threads: int) -> SimpleQueue[Task | None]:
+        Raises:
+            OptionError: a number below 0.
+            RuntimeError: no thread can be started; nothing was put.
+        """
+        if threads < 0:
+            raise OptionError(f"{self._name}: threads is a whole number >= 0, not {threads}")
+        if self._process != os.getpid():
+            # A fork carries no threads over, and may leave the lock held.
+            self._lock, self._queues, self._ended = threading.Lock(), {}, False
+            self._process = os.getpid()
         with self._lock:
-            if self._process != os.getpid():
-                # A fork does not carry threads over, so each process makes its own.
-                self._queues, self._process = {}, os.getpid()
-            queue = self._queues.get(threads)
-            if queue is None:
-                queue = self._queues[threads] = SimpleQueue()
-                made = [
-                    threading.Thread(target=_serve, args=(queue,), name=self._name, daemon=True)
-                    for _ in range(threads)
-                ]
-                for thread in made:
+            queue = self._queue(threads) if threads else None
+            if queue is not None:
+                for task in tasks:
+                    queue.put(task)
+                return
+        for task in tasks:
+            task()
+
+    def _queue(self, threads: int) -> SimpleQueue[Task | None] | None:
+        """Where a pool of that size takes its tasks; None where there are no threads any more."""
+        if self._ended:
+            return None
+        if threads not in self._queues:
+            queue: SimpleQueue[Task | None] = SimpleQueue()
+            made: list[threading.Thread] = []
+            try:
+                for _ in range(threads):
+                    thread = threading.Thread(
+                        target=_serve, args=(queue,), name=self._name, daemon=True
+                    )
                     thread.start()
-                atexit.register(_stop, queue, made, self._process)
-            return queue
+                    made.append(thread)
+            except BaseException:
+                for _ in made:
+                    queue.put(None)
+                raise
+            atexit.register(self._stop, queue, made, self._process)
+            self._queues[threads] = queue
+        return self._queues[threads]
+
+    def _stop(
+        self, queue: SimpleQueue[Task | None], threads: list[threading.Thread], process: int
+    ) -> None:
+        """At exit: what was submitted is copied before its memory goes."""
+        if process != os.getpid():
+            return
+        with self._lock:
+            self._ended = True  # what else comes at exit is copied by who brings it
+            for _ in threads:
+                queue.put(None)
+        for thread in threads:
+            thread.join()
 
 
 def _serve(queue: SimpleQueue[Task | None]) -> None:
     """One thread: task after task, until None."""
     while (task := queue.get()) is not None:
-        task()
+        try:
+            task()
+        except BaseException:  # noqa: BLE001  told as Python tells it, and the thread goes on
+            told = threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread()))
+            threading.excepthook(told)
+            del told
         del task  # nothing is kept alive while the thread waits
-
-
-def _stop(queue: SimpleQueue[Task | None], threads: list[threading.Thread], process: int) -> None:
-    """At exit: what was submitted is copied before its memory goes."""
-    if process != os.getpid():
-        return
-    for _ in threads:
-        queue.put(None)
-    for thread in threads:
-        thread.join()

@@ -138,9 +138,15 @@ def test_another_failure_to_unregister_is_told():
 
 
 @pytest.mark.parametrize(
-    "rows", [torch.zeros(8), torch.zeros(4, 8)[:, :4], torch.zeros(4, 8, device="meta")]
+    "rows",
+    [
+        *(torch.zeros(8), torch.zeros(4, 8)[:, :4], torch.zeros(4, 8, device="meta")),
+        *(torch.zeros(4, 8), torch.zeros(0, 8, dtype=torch.uint8)),
+    ],
 )
 def test_only_rows_are_pinned(rows):
+    with pytest.raises(kvpolicy.OptionError, match="rows to pin are a tensor, not list"):
+        pin([rows], driver=SimulatedDevice().driver)
     with pytest.raises(kvpolicy.OptionError, match="contiguous CPU memory of two dimensions"):
         pin(rows, driver=SimulatedDevice().driver)
 

@@ -74,21 +74,31 @@ def test_a_kernel_that_copies_wrongly_is_not_used(monkeypatch):
         loading.kernel()
 
 
-def test_where_the_cache_cannot_be_written_it_is_compiled_for_this_process(caplog):
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            RuntimeError("cannot cache function 'copy_pairs': no locator available"),
+            "no locator available",
+        ),
+        (EOFError("Ran out of input"), "EOFError: Ran out of input"),  # a file that was cut short
+    ],
+)
+def test_where_the_cache_is_of_no_use_it_is_compiled_for_this_process(caplog, error, words):
     asked = []
 
     def compile_(cache):
         asked.append(cache)
         if cache:
-            raise RuntimeError("cannot cache function 'copy_pairs': no locator available")
+            raise error
         return "a kernel"
 
     with caplog.at_level(logging.WARNING, "kvpolicy_numba"):
         assert loading._compiled(compile_) == "a kernel"
     assert asked == [True, False]
     (said,) = caplog.messages
-    assert "no locator available" in said
-    assert "set NUMBA_CACHE_DIR to a directory that can be written" in said
+    assert words in said
+    assert "set NUMBA_CACHE_DIR to a directory that can be written, or empty it" in said
 
 
 def test_a_kernel_is_made_once_in_a_process():

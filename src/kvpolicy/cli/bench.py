@@ -123,8 +123,7 @@ def _calibration(args: argparse.Namespace, out: Output) -> int:
 def _asked(calibration: Callable[..., object]) -> object:
     """What a plugin's calibration says, or what came of asking it."""
     try:
-        said = calibration()
-        json.dumps(said)
+        said = json.loads(json.dumps(calibration(), allow_nan=False))
     except BaseException as error:  # noqa: BLE001  see spare
         spare(error)
         return f"failed: {told(error)}"
@@ -134,7 +133,7 @@ def _asked(calibration: Callable[..., object]) -> object:
 def _branch(tree: Tree, value: object) -> Tree:
     """JSON values as a tree."""
     if not isinstance(value, Mapping):
-        tree.add(escape(f"{value:,}" if isinstance(value, int) else str(value)))
+        tree.add(escape(f"{value:,}" if type(value) is int else str(value)))
         return tree
     for key, inner in value.items():
         _branch(tree.add(escape(str(key))), inner)

@@ -49,6 +49,7 @@ class Output:
                 _Console(
                     file=self.stream,
                     highlight=False,
+                    emoji=False,
                     width=max(_PAGE_COLUMNS, shutil.get_terminal_size().columns),
                 )
             )

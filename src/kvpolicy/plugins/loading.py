@@ -181,7 +181,7 @@ def _own_status(functions: Mapping[str, Callable[..., object]]) -> str:
     said = functions["status"]() if "status" in functions else ""
     if not isinstance(said, str):
         raise Fault(f"has a status() that answers {shown(said)}, which is no string")
-    return said
+    return "".join(c if c.isprintable() else " " for c in str.__str__(said))
 
 
 def _rehearse(plugin: object, name: str) -> Mapping[str, _Implementation]:

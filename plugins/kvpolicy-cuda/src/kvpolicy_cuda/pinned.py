@@ -126,10 +126,14 @@ def pin(
         CudaError: the driver refuses; nothing stays registered.
         OptionError: memory that is not such rows.
     """
-    if rows.device.type != "cpu" or rows.dim() != 2 or not rows.is_contiguous():
+    if not isinstance(rows, torch.Tensor):
+        raise kvpolicy.OptionError(f"rows to pin are a tensor, not {type(rows).__name__}")
+    fits = rows.device.type == "cpu" and rows.dim() == 2 and rows.is_contiguous()
+    if not (fits and rows.dtype == torch.uint8 and rows.numel()):
         raise kvpolicy.OptionError(
-            f"rows to pin are contiguous CPU memory of two dimensions, not {tuple(rows.shape)} "
-            f"with strides {rows.stride()} on {rows.device}"
+            "rows to pin are contiguous CPU memory of two dimensions, uint8 and not empty; found "
+            f"{rows.dtype} of shape {tuple(rows.shape)} with strides {rows.stride()} on "
+            f"{rows.device}"
         )
     start, total = rows.data_ptr(), rows.numel() * rows.element_size()
     known = _pinned.get(start)

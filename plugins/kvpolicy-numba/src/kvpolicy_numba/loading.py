@@ -75,10 +75,12 @@ def _compiled(compile_: Callable[[bool], Any]) -> Callable[..., int]:
     found: Callable[..., int]
     try:
         found = compile_(True)
-    except (RuntimeError, OSError) as error:
+    except Exception as error:  # noqa: BLE001  a damaged cache raises what unpickling raises
         log.warning(
             "the kernel is compiled anew in every process, which takes seconds: numba cannot keep "
-            "it (%s); set NUMBA_CACHE_DIR to a directory that can be written",
+            "it, or read what it has kept (%s: %s); set NUMBA_CACHE_DIR to a directory that can be "
+            "written, or empty it",
+            type(error).__name__,
             _line(error),
         )
         found = compile_(False)

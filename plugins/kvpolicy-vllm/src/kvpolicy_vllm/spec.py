@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +75,12 @@ class KVPolicyOffloadingSpec(OffloadingSpec):
                 cache_policy=self.extra_config.get("eviction_policy", "lru"),
                 cache_policy_module_path=self.extra_config.get("cache_policy_module_path"),
                 enable_events=self.kv_events_config.enable_kv_cache_events,
-                store_threshold=_whole(self.extra_config, "store_threshold", 0),
-                max_tracker_size=_whole(self.extra_config, "max_tracker_size", 64_000),
+                store_threshold=_whole(
+                    "store_threshold", self.extra_config.get("store_threshold", 0)
+                ),
+                max_tracker_size=_whole(
+                    "max_tracker_size", self.extra_config.get("max_tracker_size", 64_000)
+                ),
             )
         return self._manager
 
@@ -105,8 +108,7 @@ def _capacity(value: object) -> int:
     return int(value)
 
 
-def _whole(options: Mapping[str, Any], name: str, otherwise: int) -> int:
-    value = options.get(name, otherwise)
+def _whole(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise VLLMConfigError(
             f"kv_connector_extra_config's {name} is a whole number >= 0; found {value!r}"

@@ -67,4 +67,4 @@ def test_an_option_that_is_no_whole_number_is_refused_by_name(value):
     from kvpolicy_vllm.spec import _whole
 
     with pytest.raises(kvpolicy.KVPolicyError, match="'s store_threshold is a whole number >= 0;"):
-        _whole({"store_threshold": value}, "store_threshold", 0)
+        _whole("store_threshold", value)
