@@ -54,6 +54,7 @@ def test_a_plugin_at_fault_stops_an_engine_that_is_strict(models, outside):
     assert "has no attribute 'forgotten'" in log
 
 
+@pytest.mark.filterwarnings("ignore")  # of what vLLM imports
 @pytest.mark.parametrize("value", [None, "8GB", True, 0, -1, float("nan"), float("inf")])
 def test_a_capacity_that_is_no_number_of_bytes_is_refused(value):
     from kvpolicy_vllm.spec import _capacity
@@ -62,6 +63,7 @@ def test_a_capacity_that_is_no_number_of_bytes_is_refused(value):
         _capacity(value)
 
 
+@pytest.mark.filterwarnings("ignore")  # of what vLLM imports
 @pytest.mark.parametrize("value", [None, "two", True, -1, 1.5])
 def test_an_option_that_is_no_whole_number_is_refused_by_name(value):
     from kvpolicy_vllm.spec import _whole
