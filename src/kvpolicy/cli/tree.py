@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -84,6 +84,11 @@ def _fragments(count: int) -> str:
     return "1 fragment" if count == 1 else f"{count:,} fragments"
 
 
+def _together(names: Sequence[str]) -> str:
+    """Layers that share a line."""
+    return f"{span_of(names)}, {len(names):,} layer" + "s" * (len(names) != 1)
+
+
 def _layers(tree: Tree, explained: Mapping[str, Any]) -> None:
     """The groups, and in each the layers of equal spec together."""
     branch = tree.add("layers")
@@ -108,8 +113,7 @@ def _layers(tree: Tree, explained: Mapping[str, Any]) -> None:
                 layer["name"]
             )
         for told_of, names in alike.items():
-            count = "1 layer" if len(names) == 1 else f"{len(names):,} layers"
-            node.add(escape(f"{span_of(names)}, {count}\n{told_of}"))
+            node.add(escape(f"{_together(names)}\n{told_of}"))
 
 
 def refused(explained: Mapping[str, Any], console: Console) -> None:
@@ -128,8 +132,7 @@ def refused(explained: Mapping[str, Any], console: Console) -> None:
     if reasons:
         branch = tree.add("layers")
     for (code, detail), names in reasons.items():
-        count = "1 layer" if len(names) == 1 else f"{len(names):,} layers"
-        branch.add(escape(f"{span_of(names)}, {count}: {code}\n{detail}".rstrip()))
+        branch.add(escape(f"{_together(names)}: {code}\n{detail}".rstrip()))
     console.print(tree)
 
 
